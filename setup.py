@@ -52,15 +52,19 @@ def nvcc_major() -> str | None:
 def extension() -> CppExtension:
     cuda = builds_cuda()
     suffixes = (".cpp", ".cu") if cuda else (".cpp",)
-    sources = sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes
-    )
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
     flags = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-fopenmp"]
-    flags += [f"-DTORCHTP_BUILT_FOR_TORCH=\"{torch.__version__.split('+')[0]}\""]
+    flags += [f'-DTORCHTP_BUILT_FOR_TORCH="{torch.__version__.split("+")[0]}"']
     compile_args = {"cxx": flags + (["-DTORCHTP_CUDA"] if cuda else [])}
     if cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
-        compile_args["nvcc"] = ["-O3", "-DTORCHTP_CUDA", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
+        compile_args["nvcc"] = [
+            "-O3",
+            "-DTORCHTP_CUDA",
+            "--expt-relaxed-constexpr",
+            "-Xcompiler",
+            "-fvisibility=hidden",
+        ]
     kind = CUDAExtension if cuda else CppExtension
     return kind(
         "torchtp._C",
