@@ -1,0 +1,134 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shm/bootstrap.h"
+
+namespace torchtp::shm {
+
+constexpr int kMaxRanks = 64;
+
+// What a rank is about to do; compared on all ranks in every round. All fields must agree.
+struct Fingerprint {
+  uint64_t sequence = 0;
+  uint8_t kind = 0;
+  uint8_t reduce_op = 0;
+  uint8_t dtype = 0;
+  uint8_t flags = 0;
+  int32_t root = -1;
+  int64_t count = 0;
+};
+
+// Rank 0's sizes count for all ranks; a timeout is each rank's own.
+struct GroupOptions {
+  size_t slot_bytes = size_t{512} << 10;  // rounded up to pages
+  size_t heap_bytes = 0;  // address space of each rank's heap; 0: from TORCHTP_HEAP_BYTES or physical memory
+  size_t ring_bytes = size_t{8} << 20;  // of each ordered pair of the exchange, a power of two; memory is taken as used
+  size_t mailbox_bytes = size_t{2} << 20;  // the same for point-to-point messages
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
+  std::string name;  // in every error message
+  // Words for error messages ("allreduce of 1024 float, sum"); without it the numbers are printed.
+  std::function<std::string(const Fingerprint&)> describe;
+};
+
+// Independent conversations of one group; each may be held by another thread.
+enum class Channel : int { kRound = 0, kExchange = 1, kMailbox = 2 };
+constexpr int kNumChannels = 3;
+
+// What a wait is for. ready() is called often and may make progress; the others only when something is wrong.
+class Awaited {
+ public:
+  virtual ~Awaited() = default;
+  virtual bool ready() = 0;
+  virtual uint64_t missing() = 0;      // bit r: rank r has not done its part
+  virtual std::string describe() = 0;  // "in round 7 (allreduce ...)"
+};
+
+class Segment;
+class Heap;
+class Ring;
+
+// Ranks of one host that share memory. One thread at a time per channel: round() is one conversation, the exchange and
+// the mailbox are two more; allocate, free, owns, abort may be called by any thread at any time.
+//
+// After the first cause of an abort (a mismatch, a dead peer, a deadline, abort()) every call on every rank throws
+// torchtp::Error with that cause. The memory stays mapped until the last shared_ptr goes.
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  // Collective. When it fails on one rank it throws the same error on all that reached it.
+  static std::shared_ptr<Group> create(Bootstrap& bootstrap, GroupOptions options);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return options_.name; }
+  size_t slot_bytes() const { return options_.slot_bytes; }
+  size_t heap_bytes() const { return options_.heap_bytes; }
+
+  // One round = one synchronisation of all ranks. A collective is a loop of {stage into slot(); round(); consume
+  // peer_slot()}. Two sets of slots alternate, so that no second synchronisation is needed:
+  //   slot(r)       staging memory of the round being prepared. Mine is slot(rank()); parts of another rank's slot may
+  //                 be written too where the ranks agree who writes what.
+  //   peer_slot(r)  what was staged for the last finished round; readable until this rank's next round() call.
+  // 64-byte aligned, slot_bytes() each.
+  std::byte* slot(int rank) const;
+  const std::byte* peer_slot(int rank) const;
+
+  // Announces my fingerprint (and where my buffer lies in my heap, or -1), waits until all ranks have announced theirs.
+  // A mismatch is the same Error on every rank and names two ranks and both sides. Heap memory has no second copy: who
+  // lets peers read or write its heap needs one more round before it touches that memory again.
+  void round(const Fingerprint& fingerprint, int64_t heap_offset = -1);
+
+  // What `rank` announced in the last round: -1, or an offset inside its heap.
+  int64_t peer_heap_offset(int rank) const;
+  // The same as an address of num_bytes that surely lie in that heap; Error when they do not or nothing was announced.
+  std::byte* peer_heap(int rank, size_t num_bytes) const;
+
+  std::byte* heap(int rank) const;  // base of a rank's heap in my address space
+  // From my own heap: 64-byte aligned (4 KiB from 64 KiB up), zero or old content, never nullptr; Error when full.
+  std::byte* allocate(size_t num_bytes);
+  void free(std::byte* pointer);
+  bool owns(const void* pointer, size_t num_bytes) const;            // lies wholly in MY heap
+  int64_t heap_offset(const void* pointer, size_t num_bytes) const;  // for round(): -1 when not owned
+  size_t allocated_bytes() const;
+
+  // Frees all waiters on all ranks; the first cause wins. Never blocks, never throws.
+  void abort(const std::string& why) noexcept;
+  bool aborted() const noexcept;
+  void check() const;     // throws the cause when aborted
+  void leave() noexcept;  // orderly end: a peer that waits for this rank from now on gets an Error at once
+  void set_timeout(std::chrono::milliseconds timeout);
+  std::chrono::milliseconds timeout() const;
+
+  // For what is built on the group (exchange, mailbox).
+  void wait(Channel channel, Awaited& awaited);    // Error on abort, deadline, dead or departed peers
+  void notify(int peer, Channel channel) const;    // after a sequentially consistent store the peer may wait for
+  Ring outgoing(Channel channel, int peer) const;  // my ring towards peer
+  Ring incoming(Channel channel, int peer) const;
+
+ private:
+  Group(Bootstrap& bootstrap, GroupOptions options);
+  class Arrival;
+
+  void compare_fingerprints(uint64_t round) const;
+  std::string describe(const Fingerprint& fingerprint) const;
+  void look_for_trouble(Awaited& awaited, std::chrono::steady_clock::time_point deadline);
+  [[noreturn]] void fail(const std::string& why) const;
+
+  GroupOptions options_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::shared_ptr<Segment> segment_;
+  std::unique_ptr<Heap> heap_;
+  uint64_t round_ = 0;
+};
+
+}  // namespace torchtp::shm

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "shm/group.h"
+
+namespace torchtp::shm {
+
+// Point-to-point messages with tags between the ranks of a group, on rings of their own. One mailbox a group.
+//
+// Operations are posted, then waited for. Posting moves what can be moved at once; every wait moves all posted
+// operations, so no order of sizes, sends and receives deadlocks as long as some thread of each rank waits for its own.
+// Messages of one (peer, tag) arrive in the order sent; a message nobody asked for yet is set aside when a later one is
+// wanted. Sizes of send and receive must be equal: otherwise Error on both ranks. No messages to oneself. Thread-safe.
+class Mailbox {
+ public:
+  using Ticket = uint64_t;
+
+  explicit Mailbox(std::shared_ptr<Group> group);
+  ~Mailbox();
+
+  // The memory must stay valid until the operation is done (a send is done when its bytes have left the buffer).
+  Ticket post_send(int peer, int32_t tag, const void* data, size_t num_bytes);
+  Ticket post_recv(int peer, int32_t tag, void* data, size_t num_bytes);
+  Ticket post_recv_any(int32_t tag, void* data, size_t num_bytes);
+
+  int wait(Ticket ticket);      // returns the peer; each ticket is waited for once; throws what the group throws
+  bool is_done(Ticket ticket);  // makes progress too; the ticket still has to be waited for
+
+  void send(int peer, int32_t tag, const void* data, size_t num_bytes) { wait(post_send(peer, tag, data, num_bytes)); }
+  void recv(int peer, int32_t tag, void* data, size_t num_bytes) { wait(post_recv(peer, tag, data, num_bytes)); }
+  int recv_any(int32_t tag, void* data, size_t num_bytes) { return wait(post_recv_any(tag, data, num_bytes)); }
+
+ private:
+  struct State;
+
+  std::shared_ptr<Group> group_;
+  std::mutex mutex_;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace torchtp::shm
