@@ -1,36 +1,53 @@
 """Builds the extension torchtp._C for the torch of this environment; everything else stands in pyproject.toml."""
 
+from __future__ import annotations
+
 import os
+import re
 import shutil
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 
 ROOT = Path(__file__).parent.resolve()
-REMEDY = (
-    "torchtp is built against the torch of this environment (2.11 to 2.15) and found none: "
-    "run `pip install torch setuptools wheel ninja` first, then `pip install --no-build-isolation .`"
-)
-
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
-except ImportError:
-    sys.exit(REMEDY)
+OLDEST, NEWEST = (2, 11), (2, 15)
+SUPPORTED = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
 
 
-def torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
+def refuse(sentence: str) -> None:
+    sys.exit(f"\n{sentence}\n")
+
+
+def check_torch() -> None:
+    """One sentence instead of a traceback when there is no torch, or one we do not know."""
+    try:
+        import torch
+    except ImportError:
+        refuse(
+            f"torchtp is built for the torch already installed here (any of {SUPPORTED}) and found none: run "
+            "`pip install torch setuptools wheel ninja`, then `pip install --no-build-isolation .`"
+        )
+        return
+    if not OLDEST <= tuple(int(part) for part in torch.__version__.split(".")[:2]) <= NEWEST:
+        refuse(f"torchtp supports torch {SUPPORTED}, but {torch.__version__} is installed here: install one of those")
 
 
 def builds_cuda() -> bool:
     """A CUDA torch and an nvcc of the same major version give the CUDA build; TORCHTP_CUDA=0/1 overrides."""
-    wish = os.environ.get("TORCHTP_CUDA")
-    if wish in ("0", "1"):
-        if wish == "1" and torch.version.cuda is None:
-            sys.exit("TORCHTP_CUDA=1 needs a CUDA build of torch, but this environment's torch is a CPU build")
+    import torch
+
+    wish = os.environ.get("TORCHTP_CUDA", "")
+    if wish not in ("", "0", "1"):
+        refuse(f"TORCHTP_CUDA is 0 (CPU build), 1 (CUDA build) or unset (decide by torch and nvcc), but it is {wish!r}")
+    if wish == "1" and torch.version.cuda is None:
+        refuse("TORCHTP_CUDA=1 asks for a CUDA build, but the torch installed here is a CPU one: install a CUDA torch")
+    if wish == "1" and nvcc_major() is None:
+        refuse("TORCHTP_CUDA=1 asks for a CUDA build, but there is no nvcc: put it on PATH or set CUDA_HOME")
+    if wish:
         return wish == "1"
     return torch.version.cuda is not None and nvcc_major() == torch.version.cuda.split(".")[0]
 
@@ -38,45 +55,52 @@ def builds_cuda() -> bool:
 def nvcc_major() -> str | None:
     from torch.utils.cpp_extension import CUDA_HOME
 
-    nvcc = Path(CUDA_HOME) / "bin" / "nvcc" if CUDA_HOME else shutil.which("nvcc")
-    if not nvcc or not Path(nvcc).exists():
+    nvcc = shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) if CUDA_HOME else shutil.which("nvcc")
+    if nvcc is None:
         return None
-    import re
-    import subprocess
-
-    text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
     found = re.search(r"release (\d+)\.", text)
     return found.group(1) if found else None
 
 
-def extension() -> CppExtension:
+def sources(*suffixes: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+
+
+def build_arguments() -> dict[str, Any]:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
     cuda = builds_cuda()
-    suffixes = (".cpp", ".cu") if cuda else (".cpp",)
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
-    flags = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-fopenmp"]
-    flags += [f'-DTORCHTP_BUILT_FOR_TORCH="{torch.__version__.split("+")[0]}"']
-    compile_args = {"cxx": flags + (["-DTORCHTP_CUDA"] if cuda else [])}
+    version = torch.__version__.split("+")[0]
+    defines = [f'-DTORCHTP_BUILT_FOR_TORCH="{version}"']
     if cuda:
+        # Without a GPU to ask torch would build for every architecture it knows.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
-        compile_args["nvcc"] = [
-            "-O3",
-            "-DTORCHTP_CUDA",
-            "--expt-relaxed-constexpr",
-            "-Xcompiler",
-            "-fvisibility=hidden",
-        ]
-    kind = CUDAExtension if cuda else CppExtension
-    return kind(
+        defines += ["-DTORCHTP_CUDA", f'-DTORCHTP_BUILT_FOR_CUDA="{torch.version.cuda}"']
+    flags = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-fopenmp"]
+    nvcc_flags = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
+    extension = (CUDAExtension if cuda else CppExtension)(
         "torchtp._C",
-        sources=sources,
+        sources=sources(".cpp", ".cu") if cuda else sources(".cpp"),
+        depends=sources(".h"),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args=compile_args,
+        extra_compile_args={"cxx": flags + defines, "nvcc": nvcc_flags + defines},
         extra_link_args=["-fopenmp"],
-        depends=[str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h")],
     )
+    place = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{version}-{'cuda' if cuda else 'cpu'}"
+
+    class Build(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # Objects stay where the next build finds them: an editable install would use a temporary folder.
+            self.build_temp = str(ROOT / "build" / place)
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
 
 
-if not (2, 11) <= torch_version() <= (2, 15):
-    sys.exit(f"torchtp supports torch 2.11 to 2.15, but this environment has {torch.__version__}; install one of those")
-
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+if {"sdist", "egg_info"} & set(sys.argv):
+    setup()
+else:
+    check_torch()
+    setup(**build_arguments())

@@ -1,0 +1,84 @@
+# The two commands of the README, and what development needs. `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+fits = import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.10; do \
+	$$python -c '$(fits)' >/dev/null 2>&1 && { echo $$python; break; }; done)
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+RANKS ?= 2
+TESTS ?= tests
+
+bin := $(VENV)/bin
+sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+formatted := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
+say = @printf '\n\033[1m[torchtp]\033[0m %s\n'
+
+.PHONY: help env build demo test lint format sdist clean distclean
+
+help:  ## list the commands
+	@echo 'torchtp: train on images cut over several devices'
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@echo 'Variables: PYTHON=$(PYTHON) (3.10 to 3.13), TORCH="$(TORCH)" (what pip installs), VENV=$(VENV), RANKS=$(RANKS),'
+	@echo '           TORCHTP_CUDA=0/1 (CPU or CUDA build; unset: by torch and nvcc), MAX_JOBS (compilers at once).'
+
+$(VENV)/torch.stamp:
+	@[ -n '$(PYTHON)' ] || { echo 'torchtp needs Python 3.10 to 3.13 with venv; name one: make PYTHON=/path/to/python3'; exit 1; }
+	$(say) '1/3 making the environment $(VENV) with $(PYTHON) and installing $(TORCH) (a large download the first time)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(bin)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	@touch $@
+
+$(VENV)/tools.stamp: pyproject.toml | $(VENV)/torch.stamp
+	$(say) '2/3 installing what the build, the demo and the tests need: setuptools, ninja, pytest, scikit-image, ...'
+	@$(bin)/python -m pip install -q --disable-pip-version-check $$($(bin)/python tools/requirements.py build demo test)
+	@touch $@
+
+$(VENV)/built.stamp: $(sources) $(VENV)/tools.stamp
+	$(say) '3/3 building torchtp (only what changed; minutes the first time), log in build/build.log'
+	@mkdir -p build
+	@$(bin)/python -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . 2>&1 | tee build/build.log \
+	  | sed -unE 's,^ *(\[[0-9]+/[0-9]+\]).* -c [^ ]*/csrc/([^ ]*) .*,  \1 \2,p' || { tail -n 40 build/build.log; exit 1; }
+	@touch $@
+
+env: $(VENV)/tools.stamp  ## make the environment (VENV) with torch and the tools
+
+build: $(VENV)/built.stamp  ## build torchtp in place; a second run rebuilds nothing
+
+demo: $(VENV)/built.stamp  ## train on real images cut over RANKS processes and compare with one
+	$(say) 'training on a stereo pair cut over $(RANKS) ranks, then on one rank to compare'
+	OMP_NUM_THREADS=1 $(bin)/torchrun --nproc-per-node $(RANKS) examples/train_disparity.py --check $(DEMO_FLAGS)
+
+test: $(VENV)/built.stamp  ## run the whole test suite (TESTS=tests/test_x.py for a part)
+	$(say) 'running $(TESTS)'
+	$(bin)/python -m pytest $(TESTS) $(TEST_FLAGS)
+
+$(VENV)/lint.stamp: pyproject.toml | $(VENV)/torch.stamp
+	$(say) 'installing the formatters and checkers'
+	@$(bin)/python -m pip install -q --disable-pip-version-check $$($(bin)/python tools/requirements.py lint)
+	@touch $@
+
+lint: $(VENV)/lint.stamp  ## check format and types: clang-format, ruff, mypy
+	$(bin)/clang-format --dry-run -Werror $(formatted)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+format: $(VENV)/lint.stamp  ## format every file in place
+	$(bin)/clang-format -i $(formatted)
+	$(bin)/ruff check --fix .
+	$(bin)/ruff format .
+
+sdist: $(VENV)/tools.stamp  ## make a source distribution in dist/
+	$(say) 'packing the sources into dist/'
+	@$(bin)/python setup.py -q sdist
+	@ls dist/*.tar.gz
+
+clean:  ## remove what was built, keep the environment
+	rm -rf build dist *.egg-info torchtp/_C*.so $(VENV)/built.stamp
+
+distclean: clean  ## remove the environment too
+	rm -rf $(VENV)
