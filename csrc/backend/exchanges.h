@@ -1,0 +1,22 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "core/pull_plan.h"
+#include "exchange/exchange.h"
+
+namespace torchtp::backend {
+
+// One process group as the spatial ops see it. Keeps no group alive: after destroy_process_group a name resolves anew.
+struct SpatialGroup {
+  int rank = 0;
+  int size = 1;
+  std::shared_ptr<exchange::Exchange> exchange;  // shared memory on torchtp, point-to-point on any other backend
+  std::shared_ptr<PullPlans> plans;
+};
+
+// The group of that name in c10d's registry; throws what c10d throws when there is none.
+SpatialGroup spatial_group(const std::string& group_name);
+
+}  // namespace torchtp::backend

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <map>
+#include <mutex>
+
+#include "exchange/exchange.h"
+
+namespace torchtp::backend {
+
+// Exchange by ordinary point-to-point calls of any c10d group (gloo, mpi, ...): one message a peer, packed whole.
+class GroupExchange : public exchange::Exchange {
+ public:
+  explicit GroupExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  uint64_t start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) override;
+  void finish(uint64_t ticket) override;
+
+ private:
+  struct Arrival {
+    exchange::Receive receive;
+    at::Tensor buffer;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  struct Departure {
+    at::Tensor buffer;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  struct Pending {
+    std::vector<Arrival> arrivals;
+    std::vector<Departure> departures;
+  };
+
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  const int rank_;
+  const int size_;
+  std::mutex mutex_;
+  uint64_t next_ticket_ = 0;
+  std::map<uint64_t, Pending> pending_;
+};
+
+}  // namespace torchtp::backend

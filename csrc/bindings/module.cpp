@@ -1,0 +1,16 @@
+// The Python module torchtp._C. Loading it registers the ops; its functions are what has no tensor in it.
+#include <torch/csrc/utils/pybind.h>
+
+#include "core/interval.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.attr("built_for_torch") = TORCHTP_BUILT_FOR_TORCH;
+
+  m.def(
+      "owned",
+      [](int64_t extent, int64_t num_shards, int64_t shard) {
+        const torchtp::Interval interval = torchtp::owned(extent, num_shards, shard);
+        return std::make_tuple(interval.begin, interval.end);
+      },
+      pybind11::arg("extent"), pybind11::arg("num_shards"), pybind11::arg("shard"));
+}

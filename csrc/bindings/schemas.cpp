@@ -1,0 +1,24 @@
+// Every schema of the namespace torchtp, on one page. Implementations register beside their functions in spatial/.
+//
+// The cut of an op: cut_dims (non-negative tensor dims), cut_extents (their global extents in the op's input) and
+// cut_groups (names of the process groups of the mesh axes they are cut over), one entry for each cut dim.
+// Gradients of parameters are this rank's share: the gradient is their sum over the ranks.
+#include <torch/library.h>
+
+#define CUT "int[] cut_dims, int[] cut_extents, str[] cut_groups"
+#define CONVOLUTION \
+  "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
+
+TORCH_LIBRARY(torchtp, m) {
+  // begins[r], ends[r]: the rows rank r wants; beyond [0, extent) they are `fill`.
+  m.def("pull(Tensor input, int dim, int extent, int[] begins, int[] ends, str group, float fill=0) -> Tensor");
+  m.def("push_add(Tensor grad, int dim, int extent, int[] begins, int[] ends, str group) -> Tensor");
+  // The halves of pull: the first result is complete after pull_finish. Not differentiable.
+  m.def("pull_start(Tensor input, int dim, int extent, int[] begins, int[] ends, str group, float fill=0)"
+        " -> (Tensor, int)");
+  m.def("pull_finish(Tensor(a!) extended, int ticket, str group) -> ()");
+
+  m.def("convolution(Tensor input, Tensor weight, Tensor? bias, " CONVOLUTION ", " CUT ") -> Tensor");
+  m.def("convolution_backward(Tensor grad_output, Tensor input, Tensor weight, " CONVOLUTION
+        ", bool[3] output_mask, " CUT ") -> (Tensor, Tensor, Tensor)");
+}

@@ -1,0 +1,211 @@
+#include "spatial/convolution.h"
+
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include "spatial/pull.h"
+
+namespace torchtp::spatial {
+namespace {
+
+// NOTE [one local backward]
+// The gradient of the weight is a sum of products x[i] dy[o]. Each is counted by the rank that owns x[i], so x is kept
+// without halo and only dy is pulled: over the windows that read an own row. One local convolution_backward on (own x,
+// pulled dy) then gives dx of the own rows, complete, and this rank's share of dw. ATen pads x alike on both sides, so
+// dy is framed with zero rows until the local geometry fits: a zero row of dy adds nothing to dx and dw.
+
+Window window_of(const ConvolutionParams& params, const at::Tensor& weight, size_t index) {
+  return {weight.size(static_cast<int64_t>(index) + 2), params.stride[index], params.padding[index],
+          params.dilation[index]};
+}
+
+template <typename F>
+std::vector<Interval> map_shards(const Cut& cut, int64_t extent, const F& interval_of) {
+  std::vector<Interval> out = shards(cut, extent);
+  for (Interval& interval : out) interval = interval_of(interval);
+  return out;
+}
+
+std::vector<int64_t> output_sizes(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  std::vector<int64_t> sizes{input.size(0), params.transposed ? weight.size(1) * params.groups : weight.size(0)};
+  for (int64_t dim = 2; dim < input.dim(); ++dim) {
+    sizes.push_back(convolution_extent(params, weight, dim - 2, input.size(dim)));
+  }
+  return sizes;
+}
+
+// What a rank with no output row returns; keeps the dtype and layout the others have.
+at::Tensor no_rows(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
+                   const std::vector<Cut>& cuts) {
+  std::vector<int64_t> sizes = output_sizes(input, weight, params);
+  for (const Cut& cut : cuts) {
+    sizes[cut.dim] = owned(convolution_extent(params, weight, cut.dim - 2, cut.extent), cut.group.size, cut.group.rank)
+                         .size();
+  }
+  return at::zeros(sizes, input.options());
+}
+
+bool is_empty(const Cut& cut, const std::vector<Interval>& all) { return all[cut.group.rank].empty(); }
+
+at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                        ConvolutionParams params, const std::vector<Cut>& cuts) {
+  const ConvolutionParams global = params;
+  const at::Tensor own = input;
+  bool nothing = false;
+  for (const Cut& cut : cuts) {
+    const size_t index = cut.dim - 2;
+    const Window window = window_of(global, weight, index);
+    const auto wanted = map_shards(cut, output_extent(window, cut.extent),
+                                   [&](const Interval& out) { return read_by(out, window); });
+    input = pull(input, cut, wanted, wanted[cut.group.rank]);
+    params.padding[index] = 0;
+    nothing |= is_empty(cut, wanted);
+  }
+  if (nothing) return no_rows(own, weight, global, cuts);
+  return at::convolution(input, weight, bias, params.stride, params.padding, params.dilation, false,
+                         params.output_padding, params.groups);
+}
+
+at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                              ConvolutionParams params, const std::vector<Cut>& cuts) {
+  const ConvolutionParams global = params;
+  const at::Tensor own = input;
+  bool nothing = false, no_inputs = false;
+  // constant_pad_nd's list starts at the last dim: (before, after) each.
+  std::vector<int64_t> pads(2 * (input.dim() - 2), 0);
+  for (const Cut& cut : cuts) {
+    const size_t index = cut.dim - 2;
+    const Window window = window_of(global, weight, index);
+    const int64_t extent = convolution_extent(global, weight, index, cut.extent);
+    const auto wanted = map_shards(cut, extent, [&](const Interval& out) {
+      return intersect(readers_of(out, window), Interval{0, cut.extent});
+    });
+    const Interval in = wanted[cut.group.rank];
+    const Interval out = owned(extent, cut.group.size, cut.group.rank);
+    input = pull(input, cut, wanted, in);
+    params.padding[index] = 0;
+    params.output_padding[index] = 0;
+    nothing |= out.empty();
+    no_inputs |= in.empty();
+    // The local output covers [s·begin - p, s·(end - 1) - p + R + 1); crop or extend it to `out`.
+    const int64_t first = window.stride * in.begin - window.padding;
+    const int64_t last = window.stride * (in.end - 1) - window.padding + window.reach() + 1;
+    const size_t place = 2 * (input.dim() - 1 - cut.dim);
+    pads[place] = first - out.begin;
+    pads[place + 1] = out.end - last;
+  }
+  if (nothing) return no_rows(own, weight, global, cuts);
+  at::Tensor output;
+  if (no_inputs) {
+    output = no_rows(own, weight, global, cuts);
+  } else {
+    output = at::convolution(input, weight, {}, params.stride, params.padding, params.dilation, true,
+                             params.output_padding, params.groups);
+    bool fits = true;
+    for (int64_t pad : pads) fits &= pad == 0;
+    if (!fits) output = at::constant_pad_nd(output, pads);
+  }
+  if (bias) {
+    std::vector<int64_t> shape(output.dim(), 1);
+    shape[1] = bias->numel();
+    output.add_(bias->view(shape));
+  }
+  return output;
+}
+
+// Frame of dy and padding of x that make the local geometry of NOTE [one local backward] fit.
+struct LocalBackward {
+  Interval frame;
+  int64_t padding;
+};
+
+LocalBackward fit_backward(const Interval& own, const Interval& dy, const Window& window) {
+  const int64_t left = window.padding + own.begin - window.stride * dy.begin;
+  int64_t zeros = std::max<int64_t>(0, ceil_div(-left, window.stride));
+  for (;; ++zeros) {
+    const Window local{window.kernel, window.stride, left + zeros * window.stride, window.dilation};
+    const int64_t extent = output_extent(local, own.size());
+    if (extent >= zeros + dy.size()) return {{dy.begin - zeros, dy.begin - zeros + extent}, local.padding};
+  }
+}
+
+}  // namespace
+
+int64_t convolution_extent(const ConvolutionParams& params, const at::Tensor& weight, size_t index, int64_t extent) {
+  const Window window = window_of(params, weight, index);
+  return params.transposed ? transposed_extent(window, extent, params.output_padding[index])
+                           : output_extent(window, extent);
+}
+
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       const ConvolutionParams& params, const std::vector<Cut>& cuts) {
+  for (const Cut& cut : cuts) {
+    TORCH_CHECK_VALUE(cut.dim >= 2, "convolution: dim ", cut.dim, " is not spatial; cut one of dims 2 to ",
+                      input.dim() - 1);
+    const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
+    TORCH_CHECK(extent > 0, "convolution: kernel ", weight.size(cut.dim), " with dilation ", params.dilation[cut.dim - 2],
+                " and padding ", params.padding[cut.dim - 2], " does not fit into dim ", cut.dim, " of global extent ",
+                cut.extent);
+  }
+  return params.transposed ? forward_transposed(input, weight, bias, params, cuts)
+                           : forward_conv(input, weight, bias, params, cuts);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad_output,
+                                                                    const at::Tensor& input, const at::Tensor& weight,
+                                                                    const ConvolutionParams& params,
+                                                                    const std::array<bool, 3>& output_mask,
+                                                                    const std::vector<Cut>& cuts) {
+  ConvolutionParams local = params;
+  at::Tensor dy = grad_output;
+  bool nothing = false;
+  for (const Cut& cut : cuts) {
+    const size_t index = cut.dim - 2;
+    const Window window = window_of(params, weight, index);
+    const int64_t extent = convolution_extent(params, weight, index, cut.extent);
+    const Interval all{0, extent};
+    const auto wanted = map_shards(cut, cut.extent, [&](const Interval& own) {
+      return intersect(params.transposed ? read_by(own, window) : readers_of(own, window), all);
+    });
+    const Interval own = cut.own();
+    const Interval dy_rows = wanted[cut.group.rank];
+    Interval frame = dy_rows;
+    local.padding[index] = 0;
+    local.output_padding[index] = 0;
+    if (own.empty() || dy_rows.empty()) {
+      nothing = true;
+    } else if (params.transposed) {
+      frame = read_by(own, window);
+    } else {
+      const LocalBackward fitted = fit_backward(own, dy_rows, window);
+      frame = fitted.frame;
+      local.padding[index] = fitted.padding;
+    }
+    Cut output_cut = cut;
+    output_cut.extent = extent;
+    dy = pull(dy, output_cut, wanted, frame);
+  }
+  at::Tensor grad_input, grad_weight, grad_bias;
+  if (nothing) {
+    if (output_mask[0]) grad_input = at::zeros_like(input);
+    if (output_mask[1]) grad_weight = at::zeros_like(weight);
+  } else if (output_mask[0] || output_mask[1]) {
+    std::tie(grad_input, grad_weight, std::ignore) = at::convolution_backward(
+        dy, input, weight, c10::nullopt, local.stride, local.padding, local.dilation, params.transposed,
+        local.output_padding, params.groups, {output_mask[0], output_mask[1], false});
+  }
+  if (output_mask[2]) {
+    std::vector<int64_t> dims{0};
+    for (int64_t dim = 2; dim < grad_output.dim(); ++dim) dims.push_back(dim);
+    grad_bias = at::sum(grad_output, dims);
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace torchtp::spatial

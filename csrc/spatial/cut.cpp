@@ -1,0 +1,28 @@
+#include "spatial/cut.h"
+
+#include <c10/util/Exception.h>
+
+namespace torchtp::spatial {
+
+std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const c10::List<std::string>& groups,
+                           int64_t num_dims) {
+  TORCH_CHECK_VALUE(dims.size() == extents.size() && dims.size() == groups.size(),
+                    "cut_dims, cut_extents and cut_groups need one entry for each cut dim, got ", dims.size(), ", ",
+                    extents.size(), " and ", groups.size());
+  std::vector<Cut> cuts;
+  cuts.reserve(dims.size());
+  for (size_t i = 0; i < dims.size(); ++i) {
+    TORCH_CHECK_INDEX(0 <= dims[i] && dims[i] < num_dims, "cut dim ", dims[i], " is not a dim of a ", num_dims,
+                      "-dimensional tensor");
+    cuts.push_back({dims[i], extents[i], backend::spatial_group(groups.get(i))});
+  }
+  return cuts;
+}
+
+std::vector<Interval> shards(const Cut& cut, int64_t extent) {
+  std::vector<Interval> out(cut.group.size);
+  for (int rank = 0; rank < cut.group.size; ++rank) out[rank] = owned(extent, cut.group.size, rank);
+  return out;
+}
+
+}  // namespace torchtp::spatial

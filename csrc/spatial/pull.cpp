@@ -1,0 +1,98 @@
+#include "spatial/pull.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include "spatial/slab.h"
+
+namespace torchtp::spatial {
+namespace {
+
+Interval shift(const Interval& interval, int64_t by) { return {interval.begin - by, interval.end - by}; }
+
+void check_shard(const char* op, const at::Tensor& tensor, const Cut& cut, int64_t rows) {
+  TORCH_CHECK(tensor.device().is_cpu(), op, ": halos of ", tensor.device(),
+              " tensors have no transport in this build; move the model to the CPU");
+  TORCH_CHECK_VALUE(tensor.size(cut.dim) == rows, op, ": dim ", cut.dim, " of global extent ", cut.extent, " over ",
+                    cut.group.size, " ranks gives rank ", cut.group.rank, " ", rows, " rows, but it has ",
+                    tensor.size(cut.dim));
+}
+
+}  // namespace
+
+Pulling::Pulling(const at::Tensor& input, const Cut& cut, const std::vector<Interval>& wanted, const Interval& frame,
+                 double fill)
+    : exchange_(cut.group.exchange) {
+  const auto plan = cut.group.plans->get(cut.extent, cut.group.rank, wanted);
+  check_shard("pull", input, cut, plan->own.size());
+  const at::Tensor source = dense(input);
+
+  std::vector<exchange::Send> sends;
+  for (const PullPlan::Part& part : plan->sends) {
+    sends.push_back(send_rows(source, cut.dim, shift(part.rows, plan->own.begin), part.peer));
+  }
+  std::vector<int64_t> sizes = source.sizes().vec();
+  sizes[cut.dim] = frame.size();
+  extended_ = at::empty(sizes, source.options(), source.suggest_memory_format());
+  std::vector<exchange::Receive> receives;
+  for (const PullPlan::Part& part : plan->receives) {
+    receives.push_back(receive_rows(extended_, cut.dim, shift(part.rows, frame.begin), part.peer));
+  }
+  // Every rank takes part when any rank moves something, so that tickets agree.
+  moves_ = plan->anyone_moves;
+  if (moves_) ticket_ = exchange_->start(std::move(sends), std::move(receives));
+
+  const auto rows = [&](const Interval& part) { return extended_.narrow(cut.dim, part.begin - frame.begin, part.size()); };
+  if (!plan->kept.empty()) {
+    rows(plan->kept).copy_(source.narrow(cut.dim, plan->kept.begin - plan->own.begin, plan->kept.size()));
+  }
+  if (plan->wanted.empty()) {
+    extended_.fill_(fill);
+  } else {
+    if (frame.begin < plan->wanted.begin) rows({frame.begin, plan->wanted.begin}).fill_(fill);
+    if (plan->wanted.end < frame.end) rows({plan->wanted.end, frame.end}).fill_(fill);
+  }
+}
+
+at::Tensor Pulling::finish() {
+  if (moves_) exchange_->finish(ticket_);
+  return extended_;
+}
+
+at::Tensor pull(const at::Tensor& input, const Cut& cut, const std::vector<Interval>& wanted, const Interval& frame,
+                double fill) {
+  const auto plan = cut.group.plans->get(cut.extent, cut.group.rank, wanted);
+  if (!plan->anyone_moves && plan->own == plan->wanted && frame == plan->own) {
+    check_shard("pull", input, cut, plan->own.size());
+    return input;
+  }
+  return Pulling(input, cut, wanted, frame, fill).finish();
+}
+
+at::Tensor push_add(const at::Tensor& grad, const Cut& cut, const std::vector<Interval>& wanted) {
+  const auto plan = cut.group.plans->get(cut.extent, cut.group.rank, wanted);
+  const Interval& frame = wanted[cut.group.rank];
+  check_shard("push_add", grad, cut, frame.size());
+  const at::Tensor source = dense(grad);
+  std::vector<int64_t> sizes = source.sizes().vec();
+  sizes[cut.dim] = plan->own.size();
+  at::Tensor out = at::zeros(sizes, source.options()).contiguous(source.suggest_memory_format());
+  if (!plan->kept.empty()) {
+    out.narrow(cut.dim, plan->kept.begin - plan->own.begin, plan->kept.size())
+        .copy_(source.narrow(cut.dim, plan->kept.begin - frame.begin, plan->kept.size()));
+  }
+  if (!plan->anyone_moves) return out;
+  std::vector<exchange::Send> sends;
+  for (const PullPlan::Part& part : plan->receives) {
+    sends.push_back(send_rows(source, cut.dim, shift(part.rows, frame.begin), part.peer));
+  }
+  std::vector<exchange::Receive> receives;
+  for (const PullPlan::Part& part : plan->sends) {
+    receives.push_back(add_rows(out, cut.dim, shift(part.rows, plan->own.begin), part.peer));
+  }
+  cut.group.exchange->finish(cut.group.exchange->start(std::move(sends), std::move(receives)));
+  return out;
+}
+
+}  // namespace torchtp::spatial
