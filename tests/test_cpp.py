@@ -1,0 +1,37 @@
+"""Compiles and runs tests/cpp/*_test.cpp: the floors without torch, ranks as threads, under sanitizers."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent / "cpp"
+BUILD = HERE.parents[1] / "build" / "cpp"
+SANITIZERS = {"address": "address,undefined", "thread": "thread"}
+TESTS = sorted(path.stem for path in HERE.glob("*_test.cpp"))
+
+
+def _make(target: str, sanitizer: str) -> Path:
+    build = BUILD / sanitizer.replace(",", "-")
+    include = Path(torch.__file__).parent / "include"
+    done = subprocess.run(
+        ["make", "-s", "-C", HERE, target, f"SANITIZER={sanitizer}", f"BUILD={build}", f"TORCH_INCLUDE={include}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return build / "tests" / "cpp" / target
+
+
+@pytest.mark.skipif(not (shutil.which("make") and shutil.which("g++")), reason="needs make and a C++ compiler")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("name", TESTS)
+def test_cpp(name, sanitizer):
+    program = _make(name, SANITIZERS[sanitizer])
+    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
