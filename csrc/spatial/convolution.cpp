@@ -199,6 +199,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
     std::tie(grad_input, grad_weight, std::ignore) = at::convolution_backward(
         dy, input, weight, c10::nullopt, local.stride, local.padding, local.dilation, params.transposed,
         local.output_padding, params.groups, {output_mask[0], output_mask[1], false});
+    // One layout on all ranks: collectives add memory, and a rank without rows answers in the weight's own layout.
+    if (output_mask[1]) grad_weight = grad_weight.contiguous(weight.suggest_memory_format());
   }
   if (output_mask[2]) {
     std::vector<int64_t> dims{0};

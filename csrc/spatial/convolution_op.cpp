@@ -115,6 +115,7 @@ at::Tensor sum_defined(const at::Tensor& a, const at::Tensor& b) {
   return b.defined() ? a.add(b) : a;
 }
 
+// An autograd Function can't return undefined tensors: what the mask leaves out is not among the outputs.
 class ConvolutionBackwardFunction : public torch::autograd::Function<ConvolutionBackwardFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Variable& grad_output, const Variable& input,
@@ -124,7 +125,16 @@ class ConvolutionBackwardFunction : public torch::autograd::Function<Convolution
     ctx->set_materialize_grads(false);
     at::AutoDispatchBelowADInplaceOrView below;
     auto [grad_input, grad_weight, grad_bias] = call.backward(grad_output, input, weight, mask);
-    return {grad_input, grad_weight, grad_bias};
+    variable_list outputs;
+    std::vector<int64_t> places(3, -1);
+    const std::array<at::Tensor, 3> all{grad_input, grad_weight, grad_bias};
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (!mask[i]) continue;
+      places[i] = static_cast<int64_t>(outputs.size());
+      outputs.push_back(all[i]);
+    }
+    ctx->saved_data["places"] = places;
+    return outputs;
   }
 
   // (dx, dw, db) are bilinear in (dy, x, w): the cotangent of dx acts as an input, that of dw as a weight, of db as a
@@ -133,7 +143,9 @@ class ConvolutionBackwardFunction : public torch::autograd::Function<Convolution
     const Call call = Call::load(ctx);
     const variable_list saved = ctx->get_saved_variables();
     const Variable &grad_output = saved[0], &input = saved[1], &weight = saved[2];
-    const Variable &as_input = grads[0], &as_weight = grads[1], &as_bias = grads[2];
+    const std::vector<int64_t> places = ctx->saved_data["places"].toIntVector();
+    const auto cotangent = [&](size_t i) { return places[i] < 0 ? at::Tensor() : grads[places[i]]; };
+    const at::Tensor as_input = cotangent(0), as_weight = cotangent(1), as_bias = cotangent(2);
     at::Tensor for_grad_output, for_input, for_weight;
     if (ctx->needs_input_grad(0)) {
       if (as_input.defined()) for_grad_output = call.forward(as_input, weight, {});
@@ -160,13 +172,16 @@ class ConvolutionFunction : public torch::autograd::Function<ConvolutionFunction
                           const std::optional<at::Tensor>& bias, const Call& call) {
     call.save(ctx);
     ctx->save_for_backward({input, weight});
+    ctx->saved_data["has_bias"] = bias.has_value() && bias->defined();
     at::AutoDispatchBelowADInplaceOrView below;
     return call.forward(input, weight, bias);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    const std::array<bool, 3> mask{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
+                                   has_bias && ctx->needs_input_grad(2)};
     auto [grad_input, grad_weight, grad_bias] = Call::load(ctx).backward(grads[0], saved[0], saved[1], mask);
     return {grad_input, grad_weight, grad_bias, {}};
   }
@@ -191,7 +206,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward_autograd(
       Call{stride.vec(), padding.vec(), dilation.vec(), transposed, output_padding.vec(), groups, cut_dims.vec(),
            cut_extents.vec(), cut_groups},
       output_mask);
-  return {out[0], out[1], out[2]};
+  std::array<at::Tensor, 3> all;
+  size_t next = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (output_mask[i]) all[i] = out[next++];
+  }
+  return {all[0], all[1], all[2]};
 }
 
 void register_kernels(torch::Library& m) {
