@@ -1,4 +1,4 @@
-"""Refuses the compiled module where it would crash: it fits only the torch it was built for."""
+"""Loads the compiled module, or refuses it where it would crash: it fits only the torch it was built for."""
 
 from __future__ import annotations
 
@@ -58,3 +58,4 @@ def check(built: BuiltFor, torch_version: str, torch_cuda: str | None) -> None:
 
 
 check(built_for(find()), torch.__version__, torch.version.cuda)
+from torchtp import _C  # noqa: E402, F401  (after torch, whose libraries it needs, and only if it fits)
