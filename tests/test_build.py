@@ -64,9 +64,9 @@ def test_a_cuda_build_needs_a_cuda_torch():
 
 
 def test_source_distribution_needs_no_torch_and_holds_every_source(tmp_path):
+    program = f"{NO_TORCH}; import runpy; runpy.run_path('setup.py', run_name='__main__')"
     subprocess.run(
-        [sys.executable, "-c", f"{NO_TORCH}; import runpy; runpy.run_path('setup.py', run_name='__main__')"]
-        + ["-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
+        [sys.executable, "-c", program, "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path],
         cwd=ROOT,
         check=True,
         capture_output=True,

@@ -58,4 +58,4 @@ def check(built: BuiltFor, torch_version: str, torch_cuda: str | None) -> None:
 
 
 check(built_for(find()), torch.__version__, torch.version.cuda)
-from torchtp import _C  # noqa: E402, F401  (after torch, whose libraries it needs, and only if it fits)
+import torchtp._C  # noqa: E402, F401  (after torch, whose libraries it needs, and only if it fits)

@@ -1,0 +1,3 @@
+built_for_torch: str
+
+def owned(extent: int, num_shards: int, shard: int) -> tuple[int, int]: ...
