@@ -25,6 +25,9 @@ class ShmExchange final : public Exchange {
   class Progress;
   struct State;
 
+  template <typename Step>
+  auto guarded(const Step& step);
+
   std::shared_ptr<shm::Group> group_;
   std::mutex mutex_;
   std::unique_ptr<State> state_;

@@ -26,6 +26,8 @@ class ThreadExchange final : public Exchange {
  private:
   struct State;
 
+  void complete(uint64_t ticket, Receive& receive);
+
   std::shared_ptr<ThreadHub> hub_;
   int rank_;
   std::unique_ptr<State> state_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -29,7 +30,7 @@ struct Fingerprint {
 struct GroupOptions {
   size_t slot_bytes = size_t{512} << 10;  // rounded up to pages
   size_t heap_bytes = 0;  // address space of each rank's heap; 0: from TORCHTP_HEAP_BYTES or physical memory
-  size_t ring_bytes = size_t{8} << 20;  // of each ordered pair of the exchange, a power of two; memory is taken as used
+  size_t ring_bytes = size_t{8} << 20;     // of each ordered pair in the exchange; memory is taken as it is used
   size_t mailbox_bytes = size_t{2} << 20;  // the same for point-to-point messages
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   std::string name;  // in every error message
@@ -46,13 +47,17 @@ class Awaited {
  public:
   virtual ~Awaited() = default;
   virtual bool ready() = 0;
-  virtual uint64_t missing() = 0;      // bit r: rank r has not done its part
+  virtual uint64_t missing() = 0;  // bit r: rank r has not done its part
+  // Whether it cannot happen any more now that these ranks have left.
+  virtual bool is_hopeless(uint64_t left) { return (left & missing()) != 0; }
   virtual std::string describe() = 0;  // "in round 7 (allreduce ...)"
 };
 
 class Segment;
 class Heap;
-class Ring;
+class Liveness;
+class RingReader;
+class RingWriter;
 
 // Ranks of one host that share memory. One thread at a time per channel: round() is one conversation, the exchange and
 // the mailbox are two more; allocate, free, owns, abort may be called by any thread at any time.
@@ -109,25 +114,29 @@ class Group : public std::enable_shared_from_this<Group> {
   std::chrono::milliseconds timeout() const;
 
   // For what is built on the group (exchange, mailbox).
-  void wait(Channel channel, Awaited& awaited);    // Error on abort, deadline, dead or departed peers
-  void notify(int peer, Channel channel) const;    // after a sequentially consistent store the peer may wait for
-  Ring outgoing(Channel channel, int peer) const;  // my ring towards peer
-  Ring incoming(Channel channel, int peer) const;
+  void wait(Channel channel, Awaited& awaited);  // Error on abort, deadline, dead or departed peers
+  void notify(int peer, Channel channel) const;  // after a sequentially consistent store the peer may wait for
+  RingWriter ring_to(int peer, Channel channel) const;
+  RingReader ring_from(int peer, Channel channel) const;
 
  private:
-  Group(Bootstrap& bootstrap, GroupOptions options);
   class Arrival;
 
-  void compare_fingerprints(uint64_t round) const;
+  Group(GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment, std::unique_ptr<Liveness> liveness);
+  void compare_fingerprints(int parity);
   std::string describe(const Fingerprint& fingerprint) const;
-  void look_for_trouble(Awaited& awaited, std::chrono::steady_clock::time_point deadline);
-  [[noreturn]] void fail(const std::string& why) const;
+  void look_for_trouble(Awaited& awaited);
+  [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause
 
   GroupOptions options_;
-  int rank_ = 0;
-  int size_ = 1;
+  const int rank_;
+  const int size_;
+  const int process_;
+  const int spins_;
   std::shared_ptr<Segment> segment_;
+  std::unique_ptr<Liveness> liveness_;
   std::unique_ptr<Heap> heap_;
+  std::atomic<int64_t> timeout_ms_;
   uint64_t round_ = 0;
 };
 

@@ -36,6 +36,12 @@ class Mailbox {
 
  private:
   struct State;
+  class Done;
+
+  template <typename Step>
+  auto guarded(const Step& step);
+  Ticket post(int peer, int32_t tag, void* data, size_t num_bytes);
+  void check_peer(int peer) const;
 
   std::shared_ptr<Group> group_;
   std::mutex mutex_;

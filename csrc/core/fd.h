@@ -1,0 +1,30 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace torchtp {
+
+// A file descriptor, closed with its owner.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int value) : value_(value) {}
+  ~Fd() {
+    if (value_ >= 0) ::close(value_);
+  }
+  Fd(Fd&& other) noexcept : value_(std::exchange(other.value_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(value_, other.value_);
+    return *this;
+  }
+
+  int get() const { return value_; }
+  explicit operator bool() const { return value_ >= 0; }
+
+ private:
+  int value_ = -1;
+};
+
+}  // namespace torchtp

@@ -1,0 +1,268 @@
+#include "exchange/shm_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <unordered_map>
+
+#include "core/format.h"
+#include "shm/ring.h"
+
+namespace torchtp::exchange {
+
+using shm::Channel;
+using shm::kRingUnit;
+
+namespace {
+
+constexpr size_t kPieceBytes = size_t{128} << 10;
+
+// Goes before every message, one unit of the ring.
+struct alignas(kRingUnit) Header {
+  uint64_t num_bytes;
+  uint64_t sequence;  // of the message from this rank to that one
+  uint64_t ticket;
+  uint32_t layout;
+};
+
+struct Outgoing {
+  uint64_t ticket;
+  Send send;
+  size_t done;
+  bool begun;
+};
+
+struct Incoming {
+  uint64_t ticket;
+  Receive receive;
+  size_t done;
+  bool begun;
+  uint32_t layout;
+};
+
+struct Peer {
+  shm::RingWriter writer;
+  shm::RingReader reader;
+  std::deque<Outgoing> outgoing;
+  std::deque<Incoming> incoming;
+  uint64_t sent;
+  uint64_t received;
+};
+
+struct UnderWay {
+  size_t sends_left;
+  std::vector<int> receive_order;  // peers, ascending
+  size_t received;                 // how many of receive_order are done
+};
+
+}  // namespace
+
+struct ShmExchange::State {
+  explicit State(shm::Group& g) : group(g) {
+    peers.reserve(g.size());
+    for (int peer = 0; peer < g.size(); ++peer) {
+      peers.push_back({g.ring_to(peer, Channel::kExchange), g.ring_from(peer, Channel::kExchange), {}, {}, 0, 0});
+    }
+  }
+
+  void push(int to) {
+    Peer& peer = peers[to];
+    while (!peer.outgoing.empty()) {
+      Outgoing& message = peer.outgoing.front();
+      const size_t num_bytes = message.send.num_bytes;
+      if (!message.begun) {
+        peer.writer.begin_message();
+        size_t room = sizeof(Header);
+        std::byte* const place = peer.writer.room(room);
+        if (room < sizeof(Header)) return;
+        const Header header{num_bytes, ++peer.sent, message.ticket, message.send.layout};
+        std::memcpy(place, &header, sizeof(header));
+        message.begun = true;
+        publish(to, sizeof(header));
+      }
+      while (message.done < num_bytes) {
+        const size_t wanted = std::min(num_bytes - message.done, kPieceBytes);
+        size_t room = wanted;
+        std::byte* const place = peer.writer.room(room);
+        if (room == 0) return;
+        const size_t piece = std::min(room, wanted);
+        message.send.source->read(message.done, place, piece);
+        message.done += piece;
+        publish(to, room);
+      }
+      --tickets.at(message.ticket).sends_left;
+      peer.outgoing.pop_front();
+    }
+  }
+
+  void publish(int to, size_t num_bytes) {
+    peers[to].writer.publish(num_bytes);
+    group.notify(to, Channel::kExchange);
+  }
+
+  void consume(int from, size_t num_bytes) {
+    peers[from].reader.consume(num_bytes);
+    group.notify(from, Channel::kExchange);
+  }
+
+  void pull(int from) {
+    Peer& peer = peers[from];
+    while (!peer.incoming.empty()) {
+      Incoming& message = peer.incoming.front();
+      UnderWay& ticket = tickets.at(message.ticket);
+      if (ticket.receive_order[ticket.received] != from) return;
+      size_t news = 0;
+      if (!message.begun) {
+        const std::byte* const place = peer.reader.news(news);
+        if (news == 0) return;
+        Header header;
+        std::memcpy(&header, place, sizeof(header));
+        check(from, message, header);
+        message.layout = header.layout;
+        message.begun = true;
+        consume(from, sizeof(header));
+      }
+      const size_t num_bytes = message.receive.num_bytes;
+      while (message.done < num_bytes) {
+        const std::byte* const place = peer.reader.news(news);
+        if (news == 0) return;
+        const size_t piece = std::min({news, num_bytes - message.done, kPieceBytes});
+        message.receive.sink->write(message.layout, message.done, place, piece);
+        message.done += piece;
+        consume(from, (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
+      }
+      ++ticket.received;
+      peer.incoming.pop_front();
+    }
+  }
+
+  void check(int from, const Incoming& message, const Header& header) {
+    const uint64_t sequence = ++peers[from].received;
+    if (header.ticket == message.ticket && header.num_bytes == message.receive.num_bytes &&
+        header.sequence == sequence) {
+      return;
+    }
+    throw Error(cat("rank ", group.rank(), " expects ", message.receive.num_bytes, " bytes from rank ", from,
+                    " as message ", sequence, " (exchange ", message.ticket, "), but rank ", from, " sent ",
+                    header.num_bytes, " bytes as message ", header.sequence, " (exchange ", header.ticket,
+                    "): the ranks do not agree on the geometry or on the order of exchanges"));
+  }
+
+  bool is_done(uint64_t ticket) const {
+    const UnderWay& under_way = tickets.at(ticket);
+    return under_way.sends_left == 0 && under_way.received == under_way.receive_order.size();
+  }
+
+  // Sends first: they are what others wait for. Ascending, so that a peer's data sees the lower peers' done.
+  void progress() {
+    for (int peer = 0; peer < group.size(); ++peer) push(peer);
+    for (int peer = 0; peer < group.size(); ++peer) pull(peer);
+  }
+
+  shm::Group& group;
+  std::vector<Peer> peers;
+  std::unordered_map<uint64_t, UnderWay> tickets;
+  uint64_t last_ticket = 0;
+};
+
+// Runs `step` under the lock; an error in it is everybody's end, since half a message cannot be taken back.
+template <typename Step>
+auto ShmExchange::guarded(const Step& step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    return step();
+  } catch (const std::exception& error) {
+    group_->abort(error.what());
+    group_->check();
+    throw;
+  }
+}
+
+// Everything of one ticket has left and arrived.
+class ShmExchange::Progress final : public shm::Awaited {
+ public:
+  Progress(ShmExchange& exchange, uint64_t ticket) : exchange_(exchange), ticket_(ticket) {}
+
+  bool ready() override {
+    return exchange_.guarded([&] {
+      State& state = *exchange_.state_;
+      if (state.is_done(ticket_)) return true;
+      state.progress();
+      return state.is_done(ticket_);
+    });
+  }
+
+  uint64_t missing() override {
+    std::lock_guard<std::mutex> lock(exchange_.mutex_);
+    const auto& peers = exchange_.state_->peers;
+    uint64_t mask = 0;
+    for (size_t peer = 0; peer < peers.size(); ++peer) {
+      const auto mine = [this](const auto& message) { return message.ticket == ticket_; };
+      if (std::any_of(peers[peer].outgoing.begin(), peers[peer].outgoing.end(), mine) ||
+          std::any_of(peers[peer].incoming.begin(), peers[peer].incoming.end(), mine)) {
+        mask |= uint64_t{1} << peer;
+      }
+    }
+    return mask;
+  }
+
+  std::string describe() override {
+    std::lock_guard<std::mutex> lock(exchange_.mutex_);
+    std::string text = cat("in exchange ", ticket_);
+    const auto& peers = exchange_.state_->peers;
+    for (size_t peer = 0; peer < peers.size(); ++peer) {
+      for (const Outgoing& message : peers[peer].outgoing) {
+        if (message.ticket == ticket_) text += cat(", ", message.send.num_bytes, " bytes to rank ", peer);
+      }
+      for (const Incoming& message : peers[peer].incoming) {
+        if (message.ticket == ticket_) text += cat(", ", message.receive.num_bytes, " bytes from rank ", peer);
+      }
+    }
+    return text;
+  }
+
+ private:
+  ShmExchange& exchange_;
+  const uint64_t ticket_;
+};
+
+ShmExchange::ShmExchange(std::shared_ptr<shm::Group> group)
+    : group_(std::move(group)), state_(std::make_unique<State>(*group_)) {}
+
+ShmExchange::~ShmExchange() = default;
+
+int ShmExchange::rank() const { return group_->rank(); }
+int ShmExchange::size() const { return group_->size(); }
+
+uint64_t ShmExchange::start(std::vector<Send> sends, std::vector<Receive> receives) {
+  group_->check();
+  return guarded([&] {
+    const uint64_t ticket = ++state_->last_ticket;
+    UnderWay& under_way = state_->tickets[ticket];
+    under_way.sends_left = sends.size();
+    for (Receive& receive : receives) {
+      under_way.receive_order.push_back(receive.peer);
+      state_->peers.at(receive.peer).incoming.push_back({ticket, std::move(receive), 0, false, 0});
+    }
+    std::sort(under_way.receive_order.begin(), under_way.receive_order.end());
+    for (Send& send : sends) {
+      const int peer = send.peer;
+      state_->peers.at(peer).outgoing.push_back({ticket, std::move(send), 0, false});
+      state_->push(peer);
+    }
+    return ticket;
+  });
+}
+
+void ShmExchange::finish(uint64_t ticket) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (state_->tickets.count(ticket) == 0) throw Error(cat("no exchange ", ticket, " is under way"));
+  }
+  Progress progress(*this, ticket);
+  group_->wait(Channel::kExchange, progress);
+  std::lock_guard<std::mutex> lock(mutex_);
+  state_->tickets.erase(ticket);
+}
+
+}  // namespace torchtp::exchange

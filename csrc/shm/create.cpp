@@ -1,0 +1,127 @@
+#include <unistd.h>
+
+#include <cstdlib>
+#include <optional>
+#include <sstream>
+
+#include "core/deadline.h"
+#include "core/format.h"
+#include "shm/group.h"
+#include "shm/handover.h"
+#include "shm/heap.h"
+#include "shm/liveness.h"
+#include "shm/segment.h"
+
+namespace torchtp::shm {
+
+namespace {
+
+constexpr size_t kLeastHeapBytes = size_t{1} << 30;
+constexpr size_t kMostHeapBytes = size_t{64} << 30;
+constexpr auto kLongestCreation = std::chrono::minutes(1);
+
+// Runs one step everywhere and swaps the results; what fails on one rank is thrown on all.
+template <typename Step>
+std::vector<std::string> together(Bootstrap& bootstrap, const Step& step) {
+  std::string mine;
+  try {
+    mine = "+" + step();
+  } catch (const std::exception& error) {
+    mine = cat("-", error.what());
+  }
+  std::vector<std::string> all = bootstrap.all_gather(mine);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty() || all[rank][0] != '+') {
+      throw Error(cat("rank ", rank, " cannot take part in a shared-memory group: ", all[rank].substr(1)));
+    }
+    all[rank].erase(0, 1);
+  }
+  return all;
+}
+
+size_t default_heap_bytes(int num_ranks) {
+  if (const char* const text = std::getenv("TORCHTP_HEAP_BYTES")) {
+    char* end = nullptr;
+    const unsigned long long value = std::strtoull(text, &end, 10);
+    if (*text == 0 || *end != 0 || value < kPage) {
+      throw Error(cat("TORCHTP_HEAP_BYTES must be a number of bytes, at least ", kPage, ", not '", text, "'"));
+    }
+    return value;
+  }
+  const size_t physical = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return std::clamp(physical / num_ranks, kLeastHeapBytes, kMostHeapBytes);
+}
+
+SegmentSizes sizes_of(const GroupOptions& options, int num_ranks) {
+  const auto pages = [](size_t num_bytes) {
+    return static_cast<int64_t>((std::max<size_t>(num_bytes, 1) + kPage - 1) / kPage * kPage);
+  };
+  SegmentSizes sizes;
+  sizes.num_ranks = num_ranks;
+  sizes.slot_bytes = pages(options.slot_bytes);
+  sizes.ring_bytes = pages(options.ring_bytes);
+  sizes.mailbox_bytes = pages(options.mailbox_bytes);
+  sizes.heap_bytes = pages(options.heap_bytes ? options.heap_bytes : default_heap_bytes(num_ranks));
+  return sizes;
+}
+
+std::string to_text(const SegmentSizes& s) {
+  return cat(s.num_ranks, " ", s.slot_bytes, " ", s.ring_bytes, " ", s.mailbox_bytes, " ", s.heap_bytes, " ");
+}
+
+// The sizes; what is left in `text` is the address.
+SegmentSizes from_text(std::istringstream& text) {
+  SegmentSizes s;
+  text >> s.num_ranks >> s.slot_bytes >> s.ring_bytes >> s.mailbox_bytes >> s.heap_bytes;
+  return s;
+}
+
+}  // namespace
+
+std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options) {
+  const int rank = bootstrap.rank(), size = bootstrap.size();
+  const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
+  std::shared_ptr<Segment> segment;
+  std::optional<Handover> handover;
+  const std::vector<std::string> offers = together(bootstrap, [&] {
+    if (size < 1 || size > kMaxRanks) throw Error(cat("it has ", size, " ranks, at most ", kMaxRanks, " are possible"));
+    if (rank != 0) return std::string();
+    segment = std::make_shared<Segment>(sizes_of(options, size));
+    handover.emplace();
+    return to_text(segment->sizes()) + handover->address();
+  });
+
+  if (auto shared = std::static_pointer_cast<Segment>(bootstrap.share(segment))) {
+    segment = shared;
+  } else {
+    std::istringstream offer(offers[0]);
+    const SegmentSizes sizes = from_text(offer);
+    std::optional<Receiver> receiver;
+    together(bootstrap, [&] {
+      std::string address;
+      offer >> address;
+      if (rank != 0) receiver.emplace(address);
+      return std::string();
+    });
+    together(bootstrap, [&] {
+      if (rank == 0) {
+        handover->serve(segment->file(), size - 1, deadline);
+      } else {
+        segment = std::make_shared<Segment>(receiver->receive(deadline), sizes);
+      }
+      return std::string();
+    });
+  }
+  handover.reset();
+
+  std::unique_ptr<Liveness> liveness;
+  std::vector<std::string> identities = together(bootstrap, [] { return Liveness::process_identity(); });
+  together(bootstrap, [&] {
+    liveness = std::make_unique<Liveness>(segment->file(), rank, identities);
+    return std::string();
+  });
+  liveness->watch();
+  return std::shared_ptr<Group>(new Group(std::move(options), rank, size, std::move(segment), std::move(liveness)));
+}
+
+}  // namespace torchtp::shm

@@ -1,0 +1,143 @@
+#include "shm/handover.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <array>
+#include <cstddef>
+
+#include "core/format.h"
+
+namespace torchtp::shm {
+
+namespace {
+
+constexpr size_t kTokenLength = 32;
+
+// From the kernel: ranks forked from one parent share the seed of rand().
+std::string random_hex() {
+  std::array<unsigned char, kTokenLength / 2> bytes{};
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw_errno("getrandom");
+  std::string text;
+  for (const unsigned char byte : bytes) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
+
+Fd make_socket() {
+  Fd result(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  if (!result) throw_errno("cannot make a UNIX socket");
+  return result;
+}
+
+// A name that starts with a zero byte is in no file system.
+socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  const std::string path = "torchtp-" + name;
+  path.copy(address.sun_path + 1, sizeof(address.sun_path) - 1);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+}
+
+bool same_user(const Fd& socket) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
+}
+
+void wait_readable(const Fd& socket, const Deadline& deadline, const char* what) {
+  pollfd entry{socket.get(), POLLIN, 0};
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.left()).count();
+    const int found = poll(&entry, 1, static_cast<int>(std::min<int64_t>(left, 3'600'000)));
+    if (found > 0) return;
+    if (found < 0 && errno != EINTR) throw_errno("poll");
+    if (deadline.passed()) throw Error(cat("deadline passed while ", what));
+  }
+}
+
+// One message: a byte, with the descriptor beside it.
+struct DescriptorMessage {
+  char byte = 0;
+  iovec part{&byte, 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+
+  DescriptorMessage() {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+};
+
+void send_descriptor(const Fd& socket, const Fd& file) {
+  DescriptorMessage message;
+  cmsghdr* const entry = CMSG_FIRSTHDR(&message.header);
+  entry->cmsg_level = SOL_SOCKET;
+  entry->cmsg_type = SCM_RIGHTS;
+  entry->cmsg_len = CMSG_LEN(sizeof(int));
+  const int value = file.get();
+  std::memcpy(CMSG_DATA(entry), &value, sizeof(value));
+  if (sendmsg(socket.get(), &message.header, MSG_NOSIGNAL) != 1) throw_errno("cannot hand over the segment");
+}
+
+}  // namespace
+
+Handover::Handover() : address_(random_hex() + random_hex()), socket_(make_socket()) {
+  sockaddr_un address;
+  const socklen_t length = abstract_address(address_.substr(0, kTokenLength), address);
+  if (bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) throw_errno("cannot bind a UNIX socket");
+  if (listen(socket_.get(), 1024) != 0) throw_errno("cannot listen on a UNIX socket");
+}
+
+void Handover::serve(const Fd& file, int count, const Deadline& deadline) {
+  const std::string token = address_.substr(kTokenLength);
+  while (count > 0) {
+    wait_readable(socket_, deadline, "handing the segment to the other ranks");
+    const Fd peer(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!peer) continue;  // the caller hung up meanwhile
+    std::array<char, kTokenLength> greeting{};
+    // Receivers have greeted before we come here: a caller without a greeting is a stranger and must not hold us up.
+    const ssize_t got = recv(peer.get(), greeting.data(), greeting.size(), MSG_DONTWAIT);
+    if (got != static_cast<ssize_t>(kTokenLength) || !same_user(peer)) continue;
+    if (token.compare(0, kTokenLength, greeting.data(), kTokenLength) != 0) continue;
+    send_descriptor(peer, file);
+    --count;
+  }
+}
+
+Receiver::Receiver(const std::string& address) : socket_(make_socket()) {
+  if (address.size() != 2 * kTokenLength) throw Error("rank 0 gave no address to fetch the segment from");
+  sockaddr_un name;
+  const socklen_t length = abstract_address(address.substr(0, kTokenLength), name);
+  const timeval limit{30, 0};  // connecting waits only when rank 0's queue is full
+  setsockopt(socket_.get(), SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+  if (connect(socket_.get(), reinterpret_cast<sockaddr*>(&name), length) != 0) {
+    throw_errno("cannot reach rank 0 over a UNIX socket (ranks of a group must share host and network namespace)");
+  }
+  if (!same_user(socket_)) throw Error("the segment is offered by a process of another user");
+  if (send(socket_.get(), address.data() + kTokenLength, kTokenLength, MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(kTokenLength)) {
+    throw_errno("cannot greet rank 0");
+  }
+}
+
+Fd Receiver::receive(const Deadline& deadline) {
+  wait_readable(socket_, deadline, "waiting for the segment from rank 0");
+  DescriptorMessage message;
+  const ssize_t got = recvmsg(socket_.get(), &message.header, MSG_CMSG_CLOEXEC);
+  const cmsghdr* const entry = got == 1 ? CMSG_FIRSTHDR(&message.header) : nullptr;
+  if (!entry || entry->cmsg_type != SCM_RIGHTS || entry->cmsg_len != CMSG_LEN(sizeof(int))) {
+    throw Error("rank 0 hung up instead of handing over the segment");
+  }
+  int value = -1;
+  std::memcpy(&value, CMSG_DATA(entry), sizeof(value));
+  return Fd(value);
+}
+
+}  // namespace torchtp::shm

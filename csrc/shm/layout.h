@@ -1,0 +1,55 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "shm/group.h"
+
+// What lies at the beginning of a segment. Everything that two ranks write often has cache lines of its own (two, since
+// the hardware fetches them in pairs).
+namespace torchtp::shm {
+
+constexpr size_t kLine = 128;
+constexpr size_t kPage = 4096;
+constexpr size_t kCauseBytes = 3072;
+
+// Rung when something a rank may wait for became true, but only while somebody sleeps.
+struct alignas(kLine) Bell {
+  std::atomic<uint32_t> rung;
+  std::atomic<uint32_t> sleepers;
+};
+
+// What a rank announces for a round: written before `round`, read after it.
+struct alignas(kLine) Announcement {
+  std::atomic<uint64_t> round;
+  Fingerprint fingerprint;
+  int64_t heap_offset;
+};
+
+struct alignas(kLine) RankControl {
+  std::atomic<uint32_t> left;
+  Bell bells[kNumChannels];
+  Announcement announcements[2];  // rounds alternate
+};
+
+// Positions count bytes since the beginning of time; see NOTE [restart] in ring.h.
+struct RingControl {
+  alignas(kLine) std::atomic<uint64_t> head;
+  uint64_t restart_from;
+  uint64_t restart_at;
+  alignas(kLine) std::atomic<uint64_t> tail;
+};
+
+enum AbortState : uint32_t { kRunning = 0, kWritingCause = 1, kAborted = 2 };
+
+struct Control {
+  alignas(kLine) std::atomic<uint32_t> abort_state;
+  char cause[kCauseBytes];  // ends with a zero; complete when abort_state is kAborted
+  RankControl ranks[kMaxRanks];
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "atomics in shared memory must not need a lock of one process");
+
+}  // namespace torchtp::shm

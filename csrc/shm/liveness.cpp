@@ -1,0 +1,51 @@
+#include "shm/liveness.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include "core/format.h"
+
+namespace torchtp::shm {
+
+namespace {
+
+struct flock byte_of(int rank, short type) {
+  struct flock lock{};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
+}  // namespace
+
+std::string Liveness::process_identity() {
+  struct stat pid_namespace{};
+  stat("/proc/self/ns/pid", &pid_namespace);
+  return cat(pid_namespace.st_ino, ":", getpid());
+}
+
+Liveness::Liveness(const Fd& file, int rank, const std::vector<std::string>& identities) : file_(file) {
+  for (size_t peer = 0; peer < identities.size(); ++peer) {
+    if (identities[peer] != identities[rank]) watched_ |= uint64_t{1} << peer;
+  }
+  struct flock lock = byte_of(rank, F_WRLCK);
+  if (fcntl(file_.get(), F_SETLK, &lock) != 0) throw_errno("cannot lock a byte of the shared-memory segment");
+}
+
+void Liveness::watch() {
+  for (int peer = 0; peer < 64; ++peer) {
+    if (watched_ >> peer & 1 && !is_locked(peer)) watched_ &= ~(uint64_t{1} << peer);
+  }
+}
+
+bool Liveness::is_dead(int rank) const { return watched_ >> rank & 1 && !is_locked(rank); }
+
+bool Liveness::is_locked(int rank) const {
+  struct flock lock = byte_of(rank, F_WRLCK);
+  // Whatever keeps the kernel from telling is not a death.
+  return fcntl(file_.get(), F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+}  // namespace torchtp::shm

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/fd.h"
+
+namespace torchtp::shm {
+
+// Who of the group still lives. Every rank holds a record lock on its own byte of the segment's file: the kernel drops
+// it when the process ends, however it ends. A forked child (a data loader's worker) does not hold its parent's lock,
+// so it cannot hide the parent's death as an inherited socket or pipe would. Locks work across pid namespaces.
+//
+// Record locks of a process vanish when it closes ANY descriptor of the file: only Segment may hold one.
+class Liveness {
+ public:
+  // Names this process among all on the host; ranks that are threads of one process have the same.
+  static std::string process_identity();
+
+  Liveness(const Fd& file, int rank, const std::vector<std::string>& identities);
+
+  // Call when all ranks hold their locks: whose lock cannot be seen even now is not watched (deadlines still hold).
+  void watch();
+  bool is_dead(int rank) const;
+
+ private:
+  bool is_locked(int rank) const;
+
+  const Fd& file_;  // the segment outlives this
+  uint64_t watched_ = 0;
+};
+
+}  // namespace torchtp::shm

@@ -1,0 +1,348 @@
+#include "shm/mailbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <unordered_map>
+#include <vector>
+
+#include "core/format.h"
+#include "shm/ring.h"
+
+namespace torchtp::shm {
+
+namespace {
+
+constexpr int kAnyPeer = -1;
+constexpr size_t kPieceBytes = size_t{128} << 10;
+
+// Goes before every message, one unit of the ring.
+struct alignas(kRingUnit) Header {
+  uint64_t num_bytes;
+  uint64_t sequence;
+  int32_t tag;
+};
+
+struct Outgoing {
+  Mailbox::Ticket ticket;
+  int32_t tag;
+  const std::byte* data;
+  size_t num_bytes;
+  size_t done;
+  bool begun;
+};
+
+struct Posted {  // a receive nobody has answered yet
+  Mailbox::Ticket ticket;
+  int peer;
+  int32_t tag;
+  std::byte* data;
+  size_t num_bytes;
+};
+
+struct SetAside {
+  int32_t tag;
+  std::vector<std::byte> bytes;
+};
+
+// The message that is coming in from a peer: into a receive's buffer, or set aside.
+struct Incoming {
+  bool active = false;
+  bool wanted = false;
+  Mailbox::Ticket ticket = 0;
+  int32_t tag = 0;
+  std::byte* data = nullptr;
+  size_t num_bytes = 0;
+  size_t done = 0;
+  std::vector<std::byte> aside;
+};
+
+struct Peer {
+  RingWriter writer;
+  RingReader reader;
+  std::deque<Outgoing> outgoing;
+  Incoming incoming;
+  std::deque<SetAside> aside;
+  uint64_t sent = 0;
+  uint64_t received = 0;
+};
+
+struct Operation {
+  int peer;  // kAnyPeer until it is known
+  int32_t tag;
+  size_t num_bytes;
+  bool is_send;
+  bool done;
+};
+
+}  // namespace
+
+struct Mailbox::State {
+  explicit State(Group& g) : group(g) {
+    peers.reserve(g.size());
+    for (int peer = 0; peer < g.size(); ++peer) {
+      peers.push_back({g.ring_to(peer, Channel::kMailbox), g.ring_from(peer, Channel::kMailbox), {}, {}, {}, 0, 0});
+    }
+  }
+
+  Ticket add(int peer, int32_t tag, size_t num_bytes, bool is_send) {
+    operations[++last_ticket] = {peer, tag, num_bytes, is_send, false};
+    return last_ticket;
+  }
+
+  void finish(Ticket ticket, int peer) {
+    Operation& operation = operations.at(ticket);
+    operation.peer = peer;
+    operation.done = true;
+  }
+
+  void push(int to) {
+    Peer& peer = peers[to];
+    while (!peer.outgoing.empty()) {
+      Outgoing& message = peer.outgoing.front();
+      if (!message.begun) {
+        peer.writer.begin_message();
+        size_t room = sizeof(Header);
+        std::byte* const place = peer.writer.room(room);
+        if (room < sizeof(Header)) return;
+        const Header header{message.num_bytes, ++peer.sent, message.tag};
+        std::memcpy(place, &header, sizeof(header));
+        message.begun = true;
+        peer.writer.publish(sizeof(header));
+        group.notify(to, Channel::kMailbox);
+      }
+      while (message.done < message.num_bytes) {
+        size_t room = std::min(message.num_bytes - message.done, kPieceBytes);
+        const size_t wanted = room;
+        std::byte* const place = peer.writer.room(room);
+        if (room == 0) return;
+        const size_t piece = std::min(room, wanted);
+        std::memcpy(place, message.data + message.done, piece);
+        message.done += piece;
+        peer.writer.publish(room);
+        group.notify(to, Channel::kMailbox);
+      }
+      finish(message.ticket, to);
+      peer.outgoing.pop_front();
+    }
+  }
+
+  static bool fits(const Posted& posted, int peer, int32_t tag) {
+    return (posted.peer == peer || posted.peer == kAnyPeer) && posted.tag == tag;
+  }
+
+  bool is_wanted(int from) const {
+    return std::any_of(posted.begin(), posted.end(),
+                       [&](const Posted& p) { return p.peer == from || p.peer == kAnyPeer; });
+  }
+
+  void check_size(const Posted& receive, int from, size_t num_bytes) const {
+    if (receive.num_bytes == num_bytes) return;
+    throw Error(cat("rank ", group.rank(), " receives ", receive.num_bytes, " bytes with tag ", receive.tag,
+                    " from rank ", from, ", which sent ", num_bytes, " bytes"));
+  }
+
+  // A message whose header stands at the ring's front; false when it has to wait there.
+  void open(int from, const Header& header) {
+    Peer& peer = peers[from];
+    if (header.sequence != ++peer.received) {
+      throw Error(
+          cat("message ", peer.received, " from rank ", from, " is damaged: it says it is message ", header.sequence));
+    }
+    peer.incoming = {};
+    Incoming& incoming = peer.incoming;
+    incoming.active = true;
+    incoming.tag = header.tag;
+    incoming.num_bytes = header.num_bytes;
+    const auto match =
+        std::find_if(posted.begin(), posted.end(), [&](const Posted& p) { return fits(p, from, header.tag); });
+    incoming.wanted = match != posted.end();
+    if (incoming.wanted) {
+      check_size(*match, from, header.num_bytes);
+      incoming.ticket = match->ticket;
+      incoming.data = match->data;
+      posted.erase(match);
+    } else {
+      incoming.aside.resize(header.num_bytes);
+      incoming.data = incoming.aside.data();
+    }
+  }
+
+  void pull(int from) {
+    Peer& peer = peers[from];
+    Incoming& incoming = peer.incoming;
+    for (;;) {
+      // Only who looks for something empties a ring, else a message waits in it and its sender with it.
+      if (!(incoming.active && incoming.wanted) && !is_wanted(from)) break;
+      if (!incoming.active) {
+        size_t news = 0;
+        const std::byte* const place = peer.reader.news(news);
+        if (news == 0) break;
+        Header header;
+        std::memcpy(&header, place, sizeof(header));
+        open(from, header);
+        peer.reader.consume(sizeof(header));
+      }
+      while (incoming.done < incoming.num_bytes) {
+        size_t news = 0;
+        const std::byte* const place = peer.reader.news(news);
+        if (news == 0) break;
+        const size_t piece = std::min({news, incoming.num_bytes - incoming.done, kPieceBytes});
+        std::memcpy(incoming.data + incoming.done, place, piece);
+        incoming.done += piece;
+        peer.reader.consume((piece + kRingUnit - 1) / kRingUnit * kRingUnit);
+        group.notify(from, Channel::kMailbox);  // there is room again
+      }
+      if (incoming.done < incoming.num_bytes) break;
+      incoming.active = false;
+      if (incoming.wanted) {
+        finish(incoming.ticket, from);
+      } else {
+        peer.aside.push_back({incoming.tag, std::move(incoming.aside)});
+        serve_aside(from);
+      }
+    }
+  }
+
+  // Hands set-aside messages of a peer to receives posted meanwhile, oldest first.
+  void serve_aside(int from) {
+    auto& aside = peers[from].aside;
+    for (auto message = aside.begin(); message != aside.end();) {
+      const auto match =
+          std::find_if(posted.begin(), posted.end(), [&](const Posted& p) { return fits(p, from, message->tag); });
+      if (match == posted.end()) {
+        ++message;
+        continue;
+      }
+      check_size(*match, from, message->bytes.size());
+      std::copy(message->bytes.begin(), message->bytes.end(), match->data);
+      finish(match->ticket, from);
+      posted.erase(match);
+      message = aside.erase(message);
+    }
+  }
+
+  void progress() {
+    for (int peer = 0; peer < group.size(); ++peer) {
+      if (peer == group.rank()) continue;
+      push(peer);
+      pull(peer);
+    }
+  }
+
+  Group& group;
+  std::vector<Peer> peers;
+  std::list<Posted> posted;  // in the order posted
+  std::unordered_map<Ticket, Operation> operations;
+  Ticket last_ticket = 0;
+};
+
+Mailbox::Mailbox(std::shared_ptr<Group> group) : group_(std::move(group)), state_(std::make_unique<State>(*group_)) {}
+
+Mailbox::~Mailbox() = default;
+
+// Runs `step` under the lock; an error in it is everybody's end, since half a message cannot be taken back.
+template <typename Step>
+auto Mailbox::guarded(const Step& step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    return step();
+  } catch (const std::exception& error) {
+    group_->abort(error.what());
+    group_->check();
+    throw;
+  }
+}
+
+void Mailbox::check_peer(int peer) const {
+  if (peer >= 0 && peer < group_->size() && peer != group_->rank()) return;
+  throw Error(cat("rank ", group_->rank(), " of ", group_->size(), " cannot exchange messages with rank ", peer,
+                  peer == group_->rank() ? " (itself)" : ""));
+}
+
+Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size_t num_bytes) {
+  check_peer(peer);
+  group_->check();
+  return guarded([&] {
+    const Ticket ticket = state_->add(peer, tag, num_bytes, true);
+    state_->peers[peer].outgoing.push_back({ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false});
+    state_->push(peer);
+    return ticket;
+  });
+}
+
+Mailbox::Ticket Mailbox::post(int peer, int32_t tag, void* data, size_t num_bytes) {
+  group_->check();
+  return guarded([&] {
+    const Ticket ticket = state_->add(peer, tag, num_bytes, false);
+    state_->posted.push_back({ticket, peer, tag, static_cast<std::byte*>(data), num_bytes});
+    for (int from = 0; from < group_->size(); ++from) {
+      if (from == group_->rank() || (peer != kAnyPeer && peer != from)) continue;
+      state_->serve_aside(from);
+      state_->pull(from);
+    }
+    return ticket;
+  });
+}
+
+Mailbox::Ticket Mailbox::post_recv(int peer, int32_t tag, void* data, size_t num_bytes) {
+  check_peer(peer);
+  return post(peer, tag, data, num_bytes);
+}
+
+Mailbox::Ticket Mailbox::post_recv_any(int32_t tag, void* data, size_t num_bytes) {
+  return post(kAnyPeer, tag, data, num_bytes);
+}
+
+class Mailbox::Done final : public Awaited {
+ public:
+  Done(Mailbox& mailbox, Ticket ticket) : mailbox_(mailbox), ticket_(ticket) {}
+
+  bool ready() override { return mailbox_.is_done(ticket_); }
+
+  uint64_t missing() override {
+    std::lock_guard<std::mutex> lock(mailbox_.mutex_);
+    const Operation& operation = mailbox_.state_->operations.at(ticket_);
+    if (operation.peer != kAnyPeer) return uint64_t{1} << operation.peer;
+    const uint64_t all = (uint64_t{2} << (mailbox_.group_->size() - 1)) - 1;
+    return all & ~(uint64_t{1} << mailbox_.group_->rank());
+  }
+
+  // From any rank: as long as one is there it may still send.
+  bool is_hopeless(uint64_t left) override { return (missing() & ~left) == 0; }
+
+  std::string describe() override {
+    std::lock_guard<std::mutex> lock(mailbox_.mutex_);
+    const Operation& operation = mailbox_.state_->operations.at(ticket_);
+    const std::string peer = operation.peer == kAnyPeer ? "any rank" : cat("rank ", operation.peer);
+    return cat(operation.is_send ? "to send " : "to receive ", operation.num_bytes, " bytes with tag ", operation.tag,
+               operation.is_send ? " to " : " from ", peer);
+  }
+
+ private:
+  Mailbox& mailbox_;
+  const Ticket ticket_;
+};
+
+bool Mailbox::is_done(Ticket ticket) {
+  return guarded([&] {
+    const auto operation = state_->operations.find(ticket);
+    if (operation == state_->operations.end()) throw Error(cat("nothing was posted under ticket ", ticket));
+    if (!operation->second.done) state_->progress();
+    if (!operation->second.done) group_->check();
+    return operation->second.done;
+  });
+}
+
+int Mailbox::wait(Ticket ticket) {
+  Done done(*this, ticket);
+  group_->wait(Channel::kMailbox, done);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto operation = state_->operations.find(ticket);
+  const int peer = operation->second.peer;
+  state_->operations.erase(operation);
+  return peer;
+}
+
+}  // namespace torchtp::shm

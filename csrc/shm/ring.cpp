@@ -1,0 +1,91 @@
+#include "shm/ring.h"
+
+#include <algorithm>
+
+#include "core/format.h"
+
+namespace torchtp::shm {
+
+namespace {
+
+constexpr size_t kReserveBytes = size_t{256} << 10;
+
+[[noreturn]] void damaged() { throw Error("a ring in shared memory is damaged: its positions contradict each other"); }
+
+}  // namespace
+
+RingWriter::RingWriter(std::shared_ptr<Segment> segment, Channel channel, int from, int to)
+    : segment_(std::move(segment)),
+      control_(&segment_->ring_control(channel, from, to)),
+      data_(segment_->ring(channel, from, to)),
+      size_(segment_->ring_bytes(channel)),
+      head_(control_->head.load()),
+      tail_(control_->tail.load()) {}
+
+void RingWriter::begin_message() {
+  if (head_ % size_ == 0 || control_->tail.load(std::memory_order_acquire) != head_) return;
+  control_->restart_from = head_;
+  head_ += size_ - head_ % size_;
+  tail_ = head_;
+  control_->restart_at = head_;
+}
+
+std::byte* RingWriter::room(size_t& num_bytes) {
+  const size_t wanted = (num_bytes + kRingUnit - 1) / kRingUnit * kRingUnit;
+  if (size_ - (head_ - tail_) < wanted) {
+    const uint64_t tail = control_->tail.load();
+    // Right after a restart the reader's tail is still the one before it.
+    if (tail > head_ || head_ - tail >= 2 * size_ || tail % kRingUnit != 0) damaged();
+    tail_ = std::max(tail_, tail);
+  }
+  const size_t place = head_ % size_;
+  num_bytes = std::min<size_t>({wanted, size_ - (head_ - tail_), size_ - place});
+  reserve(place + num_bytes);
+  return data_ + place;
+}
+
+void RingWriter::publish(size_t num_bytes) {
+  head_ += num_bytes;
+  control_->head.store(head_);
+}
+
+void RingWriter::reserve(size_t end) {
+  if (end <= reserved_) return;
+  const size_t wanted = std::min(size_, std::max({end, 2 * reserved_, kReserveBytes}));
+  segment_->reserve(data_ + reserved_, wanted - reserved_);
+  reserved_ = wanted;
+}
+
+RingReader::RingReader(std::shared_ptr<Segment> segment, Channel channel, int from, int to)
+    : segment_(std::move(segment)),
+      control_(&segment_->ring_control(channel, from, to)),
+      data_(segment_->ring(channel, from, to)),
+      size_(segment_->ring_bytes(channel)),
+      head_(control_->tail.load()),
+      tail_(head_) {}
+
+const std::byte* RingReader::news(size_t& num_bytes) {
+  if (head_ == tail_) {
+    const uint64_t head = control_->head.load();
+    if (head == tail_) {
+      num_bytes = 0;
+      return nullptr;
+    }
+    const uint64_t begin = control_->restart_from == tail_ ? control_->restart_at : tail_;
+    if (begin < tail_ || begin - tail_ >= size_ || head < begin || head - begin > size_ || head % kRingUnit != 0) {
+      damaged();
+    }
+    tail_ = begin;
+    head_ = head;
+  }
+  const size_t place = tail_ % size_;
+  num_bytes = std::min<size_t>(head_ - tail_, size_ - place);
+  return data_ + place;
+}
+
+void RingReader::consume(size_t num_bytes) {
+  tail_ += num_bytes;
+  control_->tail.store(tail_);
+}
+
+}  // namespace torchtp::shm

@@ -1,0 +1,110 @@
+#include "shm/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include "core/format.h"
+
+namespace torchtp::shm {
+
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+size_t pages(size_t num_bytes) { return (num_bytes + kPage - 1) / kPage * kPage; }
+
+// Everybody's memory, most of it never touched, does not belong in the dump of one rank.
+void keep_out_of_core_dumps(const Mapping& mapping) { madvise(mapping.data(), mapping.num_bytes(), MADV_DONTDUMP); }
+
+}  // namespace
+
+Segment::Offsets::Offsets(const SegmentSizes& sizes) {
+  const auto ranks = static_cast<size_t>(sizes.num_ranks);
+  ring_controls = pages(sizeof(Control));
+  slots = ring_controls + pages(2 * ranks * ranks * sizeof(RingControl));
+  rings = slots + 2 * ranks * sizes.slot_bytes;
+  mailboxes = rings + ranks * ranks * sizes.ring_bytes;
+  heaps = mailboxes + ranks * ranks * sizes.mailbox_bytes;
+  end = heaps + ranks * sizes.heap_bytes;
+}
+
+Fd Segment::make_file(size_t num_bytes) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && num_bytes > limit.rlim_cur) {
+    throw Error(cat("a segment of ", num_bytes, " bytes is over this process' file size limit of ", limit.rlim_cur,
+                    " bytes (ulimit -f): raise it, or set TORCHTP_HEAP_BYTES to less"));
+  }
+  Fd file(memfd_create("torchtp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file) throw_errno("cannot make a shared-memory segment (memfd_create)");
+  if (ftruncate(file.get(), static_cast<off_t>(num_bytes)) != 0) {
+    throw_errno("cannot size a shared-memory segment to ", num_bytes, " bytes (set TORCHTP_HEAP_BYTES to less)");
+  }
+  if (fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) throw_errno("cannot seal a shared-memory segment");
+  return file;
+}
+
+Segment::Segment(const SegmentSizes& sizes)
+    : sizes_(sizes), offsets_(sizes), file_(make_file(offsets_.end)), mapping_(file_, offsets_.end) {
+  keep_out_of_core_dumps(mapping_);
+  reserve(mapping_.data(), offsets_.rings);
+}
+
+Segment::Segment(Fd file, const SegmentSizes& sizes)
+    : sizes_(sizes), offsets_(sizes), file_(std::move(file)), mapping_(file_, offsets_.end) {
+  keep_out_of_core_dumps(mapping_);
+  struct stat status{};
+  if (fstat(file_.get(), &status) != 0) throw_errno("cannot look at the shared-memory segment");
+  const int seals = fcntl(file_.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || static_cast<size_t>(status.st_size) != offsets_.end) {
+    throw Error(cat("rank 0 sent a segment of ", status.st_size, " bytes, expected a sealed one of ", offsets_.end,
+                    " bytes: do all ranks run the same torchtp?"));
+  }
+}
+
+Control& Segment::control() const { return *reinterpret_cast<Control*>(mapping_.data()); }
+
+RingControl& Segment::ring_control(Channel channel, int from, int to) const {
+  auto* const first = reinterpret_cast<RingControl*>(mapping_.data() + offsets_.ring_controls);
+  const int64_t block = channel == Channel::kExchange ? 0 : 1;
+  return first[(block * sizes_.num_ranks + from) * sizes_.num_ranks + to];
+}
+
+std::byte* Segment::ring(Channel channel, int from, int to) const {
+  const size_t first = channel == Channel::kExchange ? offsets_.rings : offsets_.mailboxes;
+  return mapping_.data() + first + (from * sizes_.num_ranks + to) * ring_bytes(channel);
+}
+
+size_t Segment::ring_bytes(Channel channel) const {
+  return channel == Channel::kExchange ? sizes_.ring_bytes : sizes_.mailbox_bytes;
+}
+
+std::byte* Segment::slot(int parity, int rank) const {
+  return mapping_.data() + offsets_.slots + (parity * sizes_.num_ranks + rank) * sizes_.slot_bytes;
+}
+
+std::byte* Segment::heap(int rank) const {
+  return mapping_.data() + offsets_.heaps + static_cast<size_t>(rank) * sizes_.heap_bytes;
+}
+
+void Segment::reserve(const std::byte* begin, size_t num_bytes) const {
+  int code;
+  do {
+    code = posix_fallocate(file_.get(), begin - mapping_.data(), static_cast<off_t>(num_bytes));
+  } while (code == EINTR);
+  if (code != 0) {
+    throw Error(cat("no memory for ", num_bytes, " bytes of shared memory: ", std::strerror(code),
+                    " (is the machine or the container out of memory?)"));
+  }
+}
+
+void Segment::release(const std::byte* begin, size_t num_bytes) const noexcept {
+  const off_t offset = begin - mapping_.data();
+  while (fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(num_bytes)) !=
+             0 &&
+         errno == EINTR) {
+  }
+}
+
+}  // namespace torchtp::shm
