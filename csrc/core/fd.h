@@ -20,6 +20,10 @@ class Fd {
     return *this;
   }
 
+  static Fd memory(const char* name);    // an anonymous file that can be sealed
+  static Fd unix_socket();               // of messages, not yet bound or connected
+  static Fd accept(const Fd& listener);  // may hold nothing when the caller has hung up meanwhile
+
   int get() const { return value_; }
   explicit operator bool() const { return value_ >= 0; }
 

@@ -78,6 +78,8 @@ SegmentSizes from_text(std::istringstream& text) {
 
 }  // namespace
 
+struct Group::Key {};
+
 std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options) {
   const int rank = bootstrap.rank(), size = bootstrap.size();
   const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
@@ -121,7 +123,7 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
     return std::string();
   });
   liveness->watch();
-  return std::shared_ptr<Group>(new Group(std::move(options), rank, size, std::move(segment), std::move(liveness)));
+  return std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness));
 }
 
 }  // namespace torchtp::shm

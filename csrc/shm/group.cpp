@@ -86,7 +86,7 @@ class Group::Arrival final : public Awaited {
   int next_ = 0;
 };
 
-Group::Group(GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment,
+Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment,
              std::unique_ptr<Liveness> liveness)
     : options_(std::move(options)),
       rank_(rank),

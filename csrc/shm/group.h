@@ -68,6 +68,9 @@ class Group : public std::enable_shared_from_this<Group> {
  public:
   // Collective. When it fails on one rank it throws the same error on all that reached it.
   static std::shared_ptr<Group> create(Bootstrap& bootstrap, GroupOptions options);
+  struct Key;
+  Group(const Key&, GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment,
+        std::unique_ptr<Liveness> liveness);  // create() has the key
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -122,7 +125,6 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   class Arrival;
 
-  Group(GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment, std::unique_ptr<Liveness> liveness);
   void compare_fingerprints(int parity);
   std::string describe(const Fingerprint& fingerprint) const;
   void look_for_trouble(Awaited& awaited);

@@ -28,12 +28,6 @@ std::string random_hex() {
   return text;
 }
 
-Fd make_socket() {
-  Fd result(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (!result) throw_errno("cannot make a UNIX socket");
-  return result;
-}
-
 // A name that starts with a zero byte is in no file system.
 socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
   address = {};
@@ -88,7 +82,7 @@ void send_descriptor(const Fd& socket, const Fd& file) {
 
 }  // namespace
 
-Handover::Handover() : address_(random_hex() + random_hex()), socket_(make_socket()) {
+Handover::Handover() : address_(random_hex() + random_hex()), socket_(Fd::unix_socket()) {
   sockaddr_un address;
   const socklen_t length = abstract_address(address_.substr(0, kTokenLength), address);
   if (bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) throw_errno("cannot bind a UNIX socket");
@@ -99,8 +93,8 @@ void Handover::serve(const Fd& file, int count, const Deadline& deadline) {
   const std::string token = address_.substr(kTokenLength);
   while (count > 0) {
     wait_readable(socket_, deadline, "handing the segment to the other ranks");
-    const Fd peer(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!peer) continue;  // the caller hung up meanwhile
+    const Fd peer = Fd::accept(socket_);
+    if (!peer) continue;
     std::array<char, kTokenLength> greeting{};
     // Receivers have greeted before we come here: a caller without a greeting is a stranger and must not hold us up.
     const ssize_t got = recv(peer.get(), greeting.data(), greeting.size(), MSG_DONTWAIT);
@@ -111,7 +105,7 @@ void Handover::serve(const Fd& file, int count, const Deadline& deadline) {
   }
 }
 
-Receiver::Receiver(const std::string& address) : socket_(make_socket()) {
+Receiver::Receiver(const std::string& address) : socket_(Fd::unix_socket()) {
   if (address.size() != 2 * kTokenLength) throw Error("rank 0 gave no address to fetch the segment from");
   sockaddr_un name;
   const socklen_t length = abstract_address(address.substr(0, kTokenLength), name);

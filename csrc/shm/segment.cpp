@@ -36,8 +36,7 @@ Fd Segment::make_file(size_t num_bytes) {
     throw Error(cat("a segment of ", num_bytes, " bytes is over this process' file size limit of ", limit.rlim_cur,
                     " bytes (ulimit -f): raise it, or set TORCHTP_HEAP_BYTES to less"));
   }
-  Fd file(memfd_create("torchtp", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!file) throw_errno("cannot make a shared-memory segment (memfd_create)");
+  Fd file = Fd::memory("torchtp");
   if (ftruncate(file.get(), static_cast<off_t>(num_bytes)) != 0) {
     throw_errno("cannot size a shared-memory segment to ", num_bytes, " bytes (set TORCHTP_HEAP_BYTES to less)");
   }
