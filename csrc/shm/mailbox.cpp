@@ -143,8 +143,8 @@ struct Mailbox::State {
                     " from rank ", from, ", which sent ", num_bytes, " bytes"));
   }
 
-  // A message whose header stands at the ring's front; false when it has to wait there.
-  void open(int from, const Header& header) {
+  // Decides where a message goes whose header stands at the front of the ring.
+  void take_header(int from, const Header& header) {
     Peer& peer = peers[from];
     if (header.sequence != ++peer.received) {
       throw Error(
@@ -181,7 +181,7 @@ struct Mailbox::State {
         if (news == 0) break;
         Header header;
         std::memcpy(&header, place, sizeof(header));
-        open(from, header);
+        take_header(from, header);
         peer.reader.consume(sizeof(header));
       }
       while (incoming.done < incoming.num_bytes) {
