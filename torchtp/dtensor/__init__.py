@@ -1,0 +1,10 @@
+"""Rules that make DTensors cut on spatial dims right in every model; importing this installs them."""
+
+from torchtp.dtensor import convolution, fallback, pointwise  # noqa: F401  (enter their rows)
+from torchtp.dtensor.notice import GatherError, GatherWarning, strict
+from torchtp.dtensor.registry import install_rules
+from torchtp.dtensor.spatial import mark
+
+__all__ = ["GatherError", "GatherWarning", "mark", "strict"]
+
+install_rules()

@@ -1,0 +1,135 @@
+"""Convolutions of cut DTensors, forward and backward to any order; weights may be plain or replicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import (
+    cut_of,
+    full_of,
+    local_as,
+    parameter_gradient,
+    wrap,
+)
+from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
+from torchtp.dtensor.upstream import DTensor, Op, passthrough
+
+ops = torch.ops.torchtp
+aten = torch.ops.aten
+
+
+def _not_channels(dim: int) -> bool:
+    return dim != 1
+
+
+def _takes(input: Any, weight: Any) -> bool:
+    """Ours: a cut input, and what follows one (after global pooling the weights are as plain as before)."""
+    if not isinstance(input, DTensor) or input.dim() < 3:
+        return False
+    return cut_of(input.device_mesh, input.placements, input.shape) is not None or (
+        not isinstance(weight, DTensor) or is_marked(input.device_mesh)
+    )
+
+
+def _output_shape(
+    input: torch.Size, weight: torch.Size, stride: list[int], padding: list[int], dilation: list[int],
+    transposed: bool, output_padding: list[int], groups: int,
+) -> torch.Size:  # fmt: skip
+    shape = [input[0], weight[1] * groups if transposed else weight[0]]
+    for i in range(len(input) - 2):
+        reach = dilation[i] * (weight[i + 2] - 1)
+        if transposed:
+            shape.append((input[i + 2] - 1) * stride[i] - 2 * padding[i] + reach + 1 + output_padding[i])
+        else:
+            shape.append((input[i + 2] + 2 * padding[i] - reach - 1) // stride[i] + 1)
+    return torch.Size(shape)
+
+
+@rule("convolution")
+def convolution(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, weight, bias, *params = bound(op, args, kwargs)
+    if isinstance(weight, DTensor) and is_spatial(weight):
+        return passthrough(op, (full_of(input), full_of(weight), bias, *params), {})
+    if not _takes(input, weight):
+        return passthrough(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _not_channels)
+    weight = full_of(weight)
+    bias = None if bias is None else full_of(bias)
+    shape = _output_shape(input.shape, weight.shape, *params)
+    cut = cut_of(mesh, placements, input.shape)
+    if cut is None:
+        output = aten.convolution(local, weight, bias, *params)
+    else:
+        mark(mesh, cut.axes)
+        output = ops.convolution(local, weight, bias, *params, cut.dims, cut.extents, cut.groups)
+    return wrap(output, mesh, placements, shape)
+
+
+@rule("convolution_backward")
+def convolution_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_output, input, weight, bias_sizes, *params, mask = bound(op, args, kwargs)
+    if not _takes(input, weight):
+        return passthrough(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _not_channels)
+    full_weight = full_of(weight)
+    grad_output = local_as(grad_output, mesh, placements)
+    cut = cut_of(mesh, placements, input.shape)
+    if cut is None:
+        grads = aten.convolution_backward(grad_output, local, full_weight, bias_sizes, *params, mask)
+    else:
+        grads = ops.convolution_backward(
+            grad_output, local, full_weight, *params, mask, cut.dims, cut.extents, cut.groups
+        )
+    grad_input, grad_weight, grad_bias = grads
+    return (
+        wrap(grad_input, mesh, placements, input.shape) if mask[0] else None,
+        parameter_gradient(grad_weight, weight, mesh, placements) if mask[1] else None,
+        parameter_gradient(grad_bias, weight, mesh, placements) if mask[2] else None,
+    )
+
+
+def _double_backward(
+    grad_grad_input: Any, grad_grad_weight: Any, grad_grad_bias: Any, grad_output: Any, weight: Any, input: Any,
+    stride: list[int], padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int],
+    groups: int, mask: list[bool],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The derivative of convolution_backward. It is bilinear: what meets it is an input, a weight or a bias again.
+
+    aten's own formula is a convolution whose weight is cut, and adds its DTensor result to plain gradients.
+    """
+    op = aten._convolution_double_backward.default
+    tensors = (grad_grad_input, grad_grad_weight, grad_output, input)
+    if not any(isinstance(tensor, DTensor) and _takes(tensor, weight) for tensor in tensors):
+        return op.decompose(
+            grad_grad_input, grad_grad_weight, grad_grad_bias, grad_output, weight, input, stride, padding, dilation,
+            transposed, output_padding, groups, mask,
+        )  # fmt: skip
+    params = (stride, padding, dilation, transposed, output_padding, groups)
+    for_grad_output = for_input = for_weight = None
+    if mask[0]:
+        parts = []
+        if grad_grad_input is not None:
+            parts.append(aten.convolution(grad_grad_input, weight, None, *params))
+        if grad_grad_weight is not None:
+            parts.append(aten.convolution(input, grad_grad_weight, None, *params))
+        if grad_grad_bias is not None:
+            parts.append(grad_grad_bias.reshape(-1, *[1] * (grad_output.dim() - 2)).expand_as(grad_output))
+        for part in parts:
+            for_grad_output = part if for_grad_output is None else for_grad_output + part
+    if mask[1] and grad_grad_weight is not None:
+        for_input = aten.convolution_backward(
+            grad_output, input, grad_grad_weight, None, *params, [True, False, False]
+        )[0]
+    if mask[2] and grad_grad_input is not None:
+        for_weight = aten.convolution_backward(
+            grad_output, grad_grad_input, weight, None, *params, [False, True, False]
+        )[1]
+    return for_grad_output, for_input, for_weight
+
+
+_autograd = torch.library.Library("aten", "IMPL")  # never undone
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _autograd.impl("_convolution_double_backward", _double_backward, _key)

@@ -1,0 +1,188 @@
+"""How DTensors are cut: from placements to the cut lists of the spatial ops and back, remembered for each mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    DTensorSpec,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    local_of,
+    make_dtensor,
+    make_spec,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The spatial dims that are cut: the three lists of a torchtp op, and the mesh axes they stand for."""
+
+    dims: list[int]
+    extents: list[int]
+    groups: list[str]
+    axes: list[int]
+
+    def of(self, extents: list[int]) -> Cut:
+        """The same cut of a tensor with other extents on the cut dims."""
+        return Cut(self.dims, extents, self.groups, self.axes)
+
+
+@dataclass
+class Axes:
+    """What the rules ask of a mesh again and again, asked once."""
+
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    groups: tuple[str, ...]
+    spatial: set[int]  # of all meshes equal to this one
+    cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
+    specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
+
+
+_ATTRIBUTE = "_torchtp_axes"
+_spatial: dict[int, set[int]] = {}
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """What is known of `mesh`; kept on the mesh itself, so that it lives as long as its groups."""
+    axes = mesh.__dict__.get(_ATTRIBUTE)
+    if axes is None:
+        axes = Axes(
+            tuple(mesh.size(axis) for axis in range(mesh.ndim)),
+            tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim)),
+            tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim)),
+            _spatial.setdefault(hash(mesh), set()),
+        )
+        setattr(mesh, _ATTRIBUTE, axes)
+    return axes
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The tensor dim that is cut, or None."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+def cut_of(mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> Cut | None:
+    """The cut of dims 2 and up of a tensor [N, C, ...]; None where none is cut."""
+    axes = axes_of(mesh)
+    key = (placements, shape)
+    try:
+        return axes.cuts[key]
+    except KeyError:
+        pass
+    chosen = [
+        (placement.dim, axis)
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard) and placement.dim >= 2
+    ]
+    chosen.sort()
+    cut = None
+    if chosen:
+        cut = Cut(
+            [dim for dim, _ in chosen],
+            [shape[dim] for dim, _ in chosen],
+            [axes.groups[axis] for _, axis in chosen],
+            [axis for _, axis in chosen],
+        )
+    axes.cuts[key] = cut
+    return cut
+
+
+def owned(extent: int, size: int, rank: int) -> tuple[int, int]:
+    """The interval [begin, end) that `rank` of `size` holds of a dim of `extent`."""
+    step = -(-extent // size)
+    return min(extent, rank * step), min(extent, (rank + 1) * step)
+
+
+def cut_locally(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds; no communication. Partial: the whole on rank 0 of the axis."""
+    axes = axes_of(mesh)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            if placement.reduce_op != "sum":
+                raise NotImplementedError(f"a replicated tensor does not become {placement}")
+            if axes.ranks[axis] != 0:
+                full = torch.zeros_like(full)
+        elif not isinstance(placement, Replicate):
+            if not plain_shard(placement):
+                raise NotImplementedError(f"a replicated tensor is not cut as {placement} here")
+            begin, end = owned(full.size(placement.dim), axes.sizes[axis], axes.ranks[axis])
+            full = full.narrow(placement.dim, begin, end - begin)
+    return full
+
+
+def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    """This rank's part of `tensor` under `placements`; a plain tensor is what every rank holds."""
+    if not isinstance(tensor, DTensor):
+        return cut_locally(tensor, mesh, placements)
+    return redistributed(local_of(tensor), spec_of(tensor), placements)
+
+
+def full_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on every rank."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    spec = spec_of(tensor)
+    return redistributed(local_of(tensor), spec, (Replicate(),) * len(spec.placements))
+
+
+def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+    """A DTensor of global `shape`; its global stride has the order of the local one."""
+    specs = axes_of(mesh).specs
+    key = (placements, shape, local.dtype, local.stride())
+    spec = specs.get(key)
+    if spec is None:
+        if len(specs) > 4096:
+            specs.clear()
+        spec = specs[key] = make_spec(mesh, placements, shape, _stride(shape, local.stride()), local.dtype)
+    return make_dtensor(local, spec)
+
+
+def _stride(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
+    stride = [1] * len(shape)
+    step = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+        stride[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(stride)
+
+
+def num_shards(mesh: DeviceMesh, placements: Placements) -> int:
+    """How many pieces the tensor is cut into: over how many ranks a sum over its elements is partial."""
+    number = 1
+    for size, placement in zip(axes_of(mesh).sizes, placements, strict=True):
+        if not isinstance(placement, Replicate):
+            number *= size
+    return number
+
+
+def partial_over_shards(placements: Placements) -> Placements:
+    """The placements of a sum over a tensor's cut dims: Partial where it is cut."""
+    return tuple(placement if isinstance(placement, Replicate) else Partial() for placement in placements)
+
+
+def parameter_gradient(
+    share: torch.Tensor, parameter: torch.Tensor, mesh: DeviceMesh, placements: Placements
+) -> torch.Tensor:
+    """What is handed out as the gradient of a parameter of an op on an activation with `placements`.
+
+    For a plain parameter the mean rule: the share multiplied by the number of shards, so that the gradient is the mean
+    over all ranks. For a DTensor parameter a DTensor that is Partial where the activation is cut.
+    """
+    if isinstance(parameter, DTensor):
+        return wrap(share, mesh, partial_over_shards(placements), share.shape)
+    shards = num_shards(mesh, placements)
+    return share.mul_(shards) if shards > 1 else share

@@ -1,0 +1,88 @@
+"""An op without a rule on a cut tensor: gather, compute, cut again, and say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
+from torchtp.dtensor.registry import bound, install_spatial_rules, words
+from torchtp.dtensor.spatial import is_spatial, on_first_mark
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, passthrough, plain_shard, spec_of
+
+# What upstream does right and without communication when a tensor is cut; everything that is not here, has no rule and
+# meets a cut tensor is gathered.
+LOCAL_UPSTREAM = words(
+    """
+    abs abs_ acos acosh alias asin asinh atan atanh bitwise_not ceil clone conj cos cosh deg2rad detach detach_
+    digamma elu elu_ empty_like erf erf_ erfc erfinv exp exp_ exp2 expm1 fill_ floor frac full_like gelu
+    is_pinned is_same_size isfinite isinf isnan isneginf isposinf leaky_relu leaky_relu_ lgamma lift_fresh log
+    log_ log10 log1p log2 logical_not logit mish nan_to_num neg neg_ new_empty new_empty_strided new_full
+    new_ones new_zeros ones_like positive rad2deg reciprocal reciprocal_ record_stream relu relu_ round rsqrt
+    rsqrt_ sgn sigmoid sigmoid_ sign signbit silu silu_ sin sinc sinh softplus sqrt sqrt_ square tan tanh tanh_
+    trunc zero_ zeros_like _to_copy
+    """
+)
+
+
+def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute `op` on whole tensors and cut the results as the first cut argument was."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    cut = next(leaf for leaf in leaves if is_spatial(leaf))
+    mesh, placements = spec_of(cut).mesh, spec_of(cut).placements
+    for leaf in leaves:
+        if is_spatial(leaf):
+            notice.gathering(op, leaf.shape, leaf.dtype)
+    full_args, full_kwargs = pytree.tree_map(_full, (args, kwargs))
+    results = op(*full_args, **full_kwargs)
+    if op._schema.is_mutable:
+        written = _write_back(op, args, kwargs, full_args, full_kwargs)
+        if written is not None and isinstance(results, torch.Tensor):
+            return written
+    return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+
+
+def _full(leaf: Any) -> Any:
+    return full_of(leaf) if isinstance(leaf, DTensor) else leaf
+
+
+def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    kept = tuple(
+        placement
+        if leaf.dim() == like.dim() and plain_shard(placement) and leaf.size(placement.dim) > 1
+        else Replicate()
+        for placement in placements
+    )
+    return wrap(cut_locally(leaf, mesh, kept).clone(), mesh, kept, leaf.shape)
+
+
+def _write_back(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], full_args: tuple[Any, ...], full_kwargs: dict[str, Any]
+) -> DTensor | None:
+    """Copy what the op wrote on whole tensors into the cut ones; returns the first."""
+    written = None
+    before, after = bound(op, args, kwargs), bound(op, full_args, full_kwargs)
+    for argument, old, new in zip(op._schema.arguments, before, after, strict=True):
+        if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(old, DTensor):
+            continue
+        spec = spec_of(old)
+        local_of(old).copy_(cut_locally(new, spec.mesh, spec.placements))
+        written = old if written is None else written
+    return written
+
+
+def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The handler of all ops without a rule."""
+    if not any(is_spatial(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+        return passthrough(op, args, kwargs)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return op.decompose(*args, **kwargs)
+    return fallback(op, args, kwargs)
+
+
+on_first_mark(lambda: install_spatial_rules(unruled, LOCAL_UPSTREAM))

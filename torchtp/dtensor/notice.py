@@ -1,0 +1,69 @@
+"""Gathers are never silent: said once for each op, an error inside `strict()`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from torchtp.dtensor.upstream import Op
+
+
+class GatherWarning(UserWarning):
+    """An op has no rule for a cut tensor: the tensor was gathered, the op computed on the whole of it."""
+
+
+class GatherError(RuntimeError):
+    """A gather inside `strict()`; the same on all ranks, before anything is communicated."""
+
+
+_lock = threading.Lock()
+_strict = 0
+_said: set[tuple[str, str]] = set()
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """Make gathering a cut tensor for an op without a rule a GatherError on all ranks, in all threads of the process."""
+    global _strict
+    with _lock:
+        _strict += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _strict -= 1
+
+
+def gathering(op: Op, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Say that a tensor of global `shape` is about to be gathered for `op`; raises GatherError inside `strict()`."""
+    module = _module()
+    num_bytes = shape.numel() * dtype.itemsize
+    where = f" in {module}" if module else ""
+    text = (
+        f"{op} has no rule for a cut tensor{where}: gathers {tuple(shape)} of {dtype}, {num_bytes} bytes on every rank"
+    )
+    if _strict:
+        raise GatherError(text + "; cut it yourself, use another op, or leave torchtp.strict()")
+    key = (str(op), module)
+    with _lock:
+        if key in _said:
+            return
+        _said.add(key)
+    warnings.warn(text, GatherWarning, stacklevel=3)
+
+
+def _module() -> str:
+    """The class of the innermost module whose forward is running on this thread; empty in a backward thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module):
+                return type(module).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

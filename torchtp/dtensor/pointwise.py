@@ -1,0 +1,174 @@
+"""Ops that act element by element on several tensors: aligned to one cut, computed locally."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, wrap
+from torchtp.dtensor.registry import spatial_rule, words
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    local_of,
+    passthrough,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+_FUNCTIONAL = words(
+    """
+    add sub rsub mul div pow maximum minimum fmax fmin atan2 where masked_fill eq ne lt le gt ge logical_and
+    logical_or logical_xor bitwise_and bitwise_or bitwise_xor clamp clamp_min clamp_max lerp addcmul addcdiv
+    remainder fmod floor_divide hypot copysign xlogy threshold threshold_backward hardtanh hardtanh_backward
+    hardswish hardswish_backward hardsigmoid hardsigmoid_backward elu_backward gelu_backward leaky_relu_backward
+    log_sigmoid_forward log_sigmoid_backward mish_backward sigmoid_backward silu_backward softplus_backward
+    tanh_backward logit_backward softshrink softshrink_backward hardshrink hardshrink_backward celu relu6
+    _prelu_kernel _prelu_kernel_backward native_dropout_backward isclose rrelu_with_noise_backward polar complex
+    nextafter heaviside logaddexp logaddexp2 ldexp float_power
+    """
+)
+_IN_PLACE = words(
+    """
+    add_ sub_ mul_ div_ pow_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ remainder_ fmod_ floor_divide_
+    threshold_ hardtanh_ hardswish_ hardsigmoid_ celu_ relu6_ logical_and_ logical_or_ eq_ ne_ lt_ le_ gt_ ge_
+    mish_
+    """
+)
+
+
+@spatial_rule(*_FUNCTIONAL)
+def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if kwargs:
+        tensors += [arg for arg in kwargs.values() if isinstance(arg, torch.Tensor)]
+    lead = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+    spec = spec_of(lead)
+    if all(
+        isinstance(t, DTensor) and spec_of(t).placements == spec.placements and t.shape == lead.shape for t in tensors
+    ):
+        if any(isinstance(placement, Partial) for placement in spec.placements):
+            return passthrough(op, args, kwargs)
+        mesh, placements, shape = spec.mesh, spec.placements, lead.shape
+        local_args = [local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
+        local_kwargs = {k: local_of(arg) if isinstance(arg, DTensor) else arg for k, arg in kwargs.items()}
+    else:
+        mesh = spec.mesh
+        if not axes_of(mesh).spatial and all(isinstance(tensor, DTensor) for tensor in tensors):
+            return passthrough(op, args, kwargs)
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        if torch._C._current_graph_task_id() != -1 and _is_accumulation(tensors):
+            return _accumulate(op, tensors, args, kwargs)
+        placements = _common(op, tensors, shape, mesh)
+        local_args = [_aligned(op, arg, shape, mesh, placements) for arg in args]
+        local_kwargs = {k: _aligned(op, arg, shape, mesh, placements) for k, arg in kwargs.items()}
+    results = op(*local_args, **local_kwargs)
+    if isinstance(results, torch.Tensor):
+        return wrap(results, mesh, placements, shape)
+    return tuple(wrap(result, mesh, placements, shape) for result in results)
+
+
+@spatial_rule(*_IN_PLACE, "copy_", "masked_fill_")
+def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    if not isinstance(target, DTensor):
+        raise RuntimeError(
+            f"{op} would write a DTensor's values into a plain tensor of shape {tuple(target.shape)}; "
+            "use the op that returns a new tensor, or make the target a DTensor"
+        )
+    spec = spec_of(target)
+    if any(isinstance(placement, Partial) for placement in spec.placements) or not axes_of(spec.mesh).spatial:
+        return passthrough(op, args, kwargs)
+    mesh, placements = spec.mesh, spec.placements
+    op(
+        *(_aligned(op, arg, target.shape, mesh, placements) for arg in args),
+        **{k: _aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},
+    )
+    return target
+
+
+def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
+    """For each mesh axis the cut of the first tensor that is cut over it."""
+    common = []
+    taken: set[int] = set()
+    for axis in range(mesh.ndim):
+        chosen: Any = Replicate()
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor):
+                continue
+            placement = spec_of(tensor).placements[axis]
+            if isinstance(placement, (Replicate, Partial)):
+                continue
+            dim = placement.dim + len(shape) - tensor.dim()  # type: ignore[attr-defined]
+            if not plain_shard(placement):
+                if tensor.shape == shape:
+                    chosen = placement
+                    break
+            elif tensor.size(placement.dim) == shape[dim] and dim not in taken:
+                chosen = Shard(dim)
+                taken.add(dim)
+                break
+        common.append(chosen)
+    return tuple(common)
+
+
+def _aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> Any:
+    """The local part of an argument that broadcasts to `shape`, which is cut by `placements`."""
+    if not isinstance(arg, torch.Tensor) or (not isinstance(arg, DTensor) and arg.dim() == 0):
+        return arg
+    wanted: list[Placement] = []
+    for placement in placements:
+        if plain_shard(placement):
+            dim = placement.dim - len(shape) + arg.dim()
+            whole = dim < 0 or (arg.size(dim) == 1 and shape[placement.dim] != 1)
+            wanted.append(Replicate() if whole else Shard(dim))
+        elif isinstance(placement, Replicate) or arg.shape == shape:
+            wanted.append(placement)
+        else:
+            raise NotImplementedError(f"{op}: {tuple(arg.shape)} against {tuple(shape)} cut as {placement}")
+    target = tuple(wanted)
+    if not isinstance(arg, DTensor):
+        return cut_locally(arg, mesh, target)
+    spec = spec_of(arg)
+    if spec.placements == target:
+        return local_of(arg)
+    if any(
+        not isinstance(old, (Replicate, Partial)) and old != new
+        for old, new in zip(spec.placements, target, strict=True)
+    ):
+        notice.gathering(op, arg.shape, arg.dtype)
+    return redistributed(local_of(arg), spec, target)
+
+
+def _is_accumulation(tensors: list[torch.Tensor]) -> bool:
+    """Whether autograd adds the gradients a plain parameter gets from a rule (plain) and from other ops (Partial)."""
+    return (
+        len(tensors) == 2
+        and tensors[0].shape == tensors[1].shape
+        and isinstance(tensors[0], DTensor) != isinstance(tensors[1], DTensor)
+        and any(
+            isinstance(tensor, DTensor) and all(not p.is_shard() for p in spec_of(tensor).placements)
+            for tensor in tensors
+        )
+    )
+
+
+def _accumulate(op: Op, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def plain(arg: Any) -> Any:
+        if not isinstance(arg, DTensor):
+            return arg
+        spec = spec_of(arg)
+        scale = 1
+        for size, placement in zip(axes_of(spec.mesh).sizes, spec.placements, strict=True):
+            scale *= size if isinstance(placement, Partial) else 1
+        return local_of(arg) * scale
+
+    return op(*map(plain, args), **kwargs)

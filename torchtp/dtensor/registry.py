@@ -1,0 +1,88 @@
+"""The table of rules: aten op -> handler, entered by decorators and installed on DTensor in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.upstream import DTensor, Op
+
+Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
+
+# "aten::name.overload" (no dot for the default overload) -> handler. The second table is for ops that upstream treats well
+# enough where nothing is cut over a spatial axis: installed when the first such axis is seen, so that others pay nothing.
+RULES: dict[str, Handler] = {}
+SPATIAL_RULES: dict[str, Handler] = {}
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def rule(*names: str) -> Callable[[Handler], Handler]:
+    """Enter a handler for ops such as "convolution" of aten (all overloads but out=) or "add.Tensor" (that one)."""
+    return lambda handler: _enter(RULES, names, handler)
+
+
+def spatial_rule(*names: str) -> Callable[[Handler], Handler]:
+    """The same, in force once some mesh axis is known to cut images."""
+    return lambda handler: _enter(SPATIAL_RULES, names, handler)
+
+
+def _enter(table: dict[str, Handler], names: tuple[str, ...], handler: Handler) -> Handler:
+    for name in names:
+        packet, _, overload = name.partition(".")
+        if not hasattr(torch.ops.aten, packet):
+            continue  # not in this torch
+        for each in getattr(torch.ops.aten, packet).overloads():
+            if each == overload or (not overload and "out" not in each):
+                table["aten::" + packet + ("" if each == "default" else "." + each)] = handler
+    return handler
+
+
+def install(name: str, handler: Handler) -> None:
+    """Have DTensor dispatch the op of that qualified name ("aten::add.Tensor") to `handler`."""
+    namespace = name.split("::")[0]
+    library = _libraries.get(namespace)
+    if library is None:
+        library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")  # never undone
+
+    def dispatch(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        return handler(op, args, kwargs or {})
+
+    torch.library.register_torch_dispatch(name, DTensor, dispatch, lib=library)
+
+
+def install_rules() -> None:
+    """Install every row of the first table."""
+    for name, handler in RULES.items():
+        install(name, handler)
+
+
+def install_spatial_rules(otherwise: Handler, left: tuple[str, ...]) -> None:
+    """Install the second table, and `otherwise` for every op of aten in no table whose name is not in `left`."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and name not in RULES:
+            handler = SPATIAL_RULES.get(name)
+            if handler is None and name[6:].split(".")[0] in left:
+                continue
+            install(name, handler or otherwise)
+
+
+@cache
+def _signature(op: Op) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    arguments = op._schema.arguments
+    return tuple(argument.name for argument in arguments), tuple(argument.default_value for argument in arguments)
+
+
+def bound(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a call, in the order of the schema, defaults filled in."""
+    names, defaults = _signature(op)
+    if len(args) == len(names):
+        return args
+    return args + tuple(kwargs.get(names[i], defaults[i]) for i in range(len(args), len(names)))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The names in a table that is written as running text."""
+    return tuple(text.split())

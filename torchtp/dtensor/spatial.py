@@ -1,0 +1,77 @@
+"""Which mesh axes are spatial, and bringing a tensor to placements a rule can work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import Placements, axes_of
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Partial,
+    Placement,
+    Replicate,
+    local_of,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+_on_first_mark: list[Callable[[], None]] = []
+
+
+def mark(mesh: DeviceMesh, axes: Iterable[int]) -> None:
+    """From now on these axes of the mesh cut images: whatever is cut over them is a cut activation."""
+    spatial = axes_of(mesh).spatial
+    if not spatial.issuperset(axes):
+        spatial.update(axes)
+        while _on_first_mark:
+            _on_first_mark.pop()()
+
+
+def on_first_mark(callback: Callable[[], None]) -> None:
+    """Have `callback` called once, when the first axis of any mesh is marked."""
+    _on_first_mark.append(callback)
+
+
+def is_marked(mesh: DeviceMesh) -> bool:
+    """Whether some axis of the mesh cuts images."""
+    return bool(axes_of(mesh).spatial)
+
+
+def is_spatial(tensor: object) -> bool:
+    """Whether the tensor is cut over an axis that cuts images."""
+    if not isinstance(tensor, DTensor):
+        return False
+    spec = spec_of(tensor)
+    spatial = axes_of(spec.mesh).spatial
+    return bool(spatial) and any(
+        axis in spatial and not isinstance(placement, (Replicate, Partial))
+        for axis, placement in enumerate(spec.placements)
+    )
+
+
+def arrange(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[torch.Tensor, DeviceMesh, Placements]:
+    """The tensor with at most one cut over each dim that `may_cut`, sums done, everything else gathered with notice.
+
+    Returns its local part, mesh and placements.
+    """
+    spec = spec_of(tensor)
+    seen: set[int] = set()
+    placements: list[Placement] = []
+    gathers = False
+    for placement in spec.placements:
+        if plain_shard(placement) and may_cut(placement.dim) and placement.dim not in seen:
+            seen.add(placement.dim)
+            placements.append(placement)
+        else:
+            gathers = gathers or not isinstance(placement, (Replicate, Partial))
+            placements.append(placement if isinstance(placement, Replicate) else Replicate())
+    wanted = tuple(placements)
+    if gathers:
+        notice.gathering(op, tensor.shape, tensor.dtype)
+    return redistributed(local_of(tensor), spec, wanted), spec.mesh, wanted

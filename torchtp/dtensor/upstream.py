@@ -1,0 +1,102 @@
+"""The one file that touches private names of torch's DTensor (the same on torch 2.11 to 2.15)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+try:
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+except ImportError:  # pragma: no cover (no such name on some torch: then nothing is one)
+
+    class StridedShard(Shard):  # type: ignore[no-redef]
+        """Never born."""
+
+
+Op = Any  # an OpOverload
+
+__all__ = [
+    "DTensor",
+    "DTensorSpec",
+    "DeviceMesh",
+    "Op",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "local_of",
+    "make_dtensor",
+    "make_spec",
+    "passthrough",
+    "plain_shard",
+    "redistributed",
+    "spec_of",
+]
+
+
+def plain_shard(placement: Placement) -> TypeGuard[Shard]:
+    """Cut into consecutive pieces, as torch.chunk does it."""
+    return type(placement) is Shard
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """This rank's part, outside autograd."""
+    return tensor._local_tensor
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global shape."""
+    return tensor._spec
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """A spec with all that upstream wants to know of a tensor."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around a local tensor, outside autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """The local tensor under other placements, outside autograd; collective over the axes that change."""
+    if spec.placements == placements:
+        return local
+    target = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    return redistribute_local_tensor(local, spec, target)
+
+
+def passthrough(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What upstream does with an op whose dispatch we took over: propagate, redistribute, compute, wrap."""
+    dispatcher = cast(Any, DTensor._op_dispatcher)
+    handler = dispatcher._custom_op_handlers.get(op)
+    if handler is not None:
+        return handler(op, args, kwargs)
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    sharding = dispatcher._propagate_op_sharding_dispatch_slow_path(op, args, kwargs, info, True)
+    if not isinstance(sharding, OutputSharding):
+        return sharding
+    info.output_sharding = sharding
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    schema = op._schema
+    is_inplace = schema.name.endswith("_")
+    is_out = "out" in schema.overload_name
+    if is_inplace or is_out or (sharding.output_spec is None and op is torch.ops.aten.equal.default):
+        return dispatcher._dispatch_fast_path_python_tail(
+            op, args, kwargs, info.compute_mesh, sharding, results, True, is_inplace, is_out
+        )
+    if sharding.output_spec is None:
+        return results
+    wrapped = dispatcher.wrap(results, sharding.output_spec)
+    return return_and_correct_aliasing(op, args, kwargs, wrapped) if schema._is_view_op() else wrapped
