@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-fits = import sys, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
+fits = import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.10; do \
 	$$python -c '$(fits)' >/dev/null 2>&1 && { echo $$python; break; }; done)
 TORCH ?= torch==2.13.0
@@ -39,6 +39,7 @@ $(VENV)/tools.stamp: pyproject.toml | $(VENV)/torch.stamp
 
 $(VENV)/built.stamp: $(sources) $(VENV)/tools.stamp
 	$(say) '3/3 building torchtp (only what changed; minutes the first time), log in build/build.log'
+	@command -v $(firstword $(CXX)) >/dev/null || { echo 'torchtp needs a C++ compiler: install g++ or clang, or name one: make CXX=...'; exit 1; }
 	@mkdir -p build
 	@$(bin)/python -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . 2>&1 | tee build/build.log \
 	  | sed -unE 's,^ *(\[[0-9]+/[0-9]+\]).* -c [^ ]*/csrc/([^ ]*) .*,  \1 \2,p' || { tail -n 40 build/build.log; exit 1; }

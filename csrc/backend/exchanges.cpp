@@ -20,7 +20,7 @@ class SpatialGroups {
     if (found != entries_.end() && found->second.group.lock().get() == group.get()) return found->second.spatial;
     Entry entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group),
                 {group->getRank(), group->getSize(), std::make_shared<GroupExchange>(group),
-                 std::make_shared<PullPlans>()}};
+                 std::make_shared<PullPlans>(), std::make_shared<Traffic>()}};
     return entries_.insert_or_assign(name, std::move(entry)).first->second.spatial;
   }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -8,12 +10,18 @@
 
 namespace torchtp::backend {
 
+// What this rank has sent over one group since it was made.
+struct Traffic {
+  std::atomic<uint64_t> num_bytes{0};
+};
+
 // One process group as the spatial ops see it. Keeps no group alive: after destroy_process_group a name resolves anew.
 struct SpatialGroup {
   int rank = 0;
   int size = 1;
   std::shared_ptr<exchange::Exchange> exchange;  // shared memory on torchtp, point-to-point on any other backend
   std::shared_ptr<PullPlans> plans;
+  std::shared_ptr<Traffic> traffic;
 };
 
 // The group of that name in c10d's registry; throws what c10d throws when there is none.

@@ -1,6 +1,7 @@
 // The Python module torchtp._C. Loading it registers the ops; its functions are what has no tensor in it.
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/exchanges.h"
 #include "core/interval.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -13,4 +14,10 @@ PYBIND11_MODULE(_C, m) {
         return std::make_tuple(interval.begin, interval.end);
       },
       pybind11::arg("extent"), pybind11::arg("num_shards"), pybind11::arg("shard"));
+  m.def(
+      "exchanged_bytes",
+      [](const std::string& group_name) {
+        return torchtp::backend::spatial_group(group_name).traffic->num_bytes.load();
+      },
+      pybind11::arg("group_name"));
 }

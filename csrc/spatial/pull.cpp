@@ -11,6 +11,11 @@ namespace {
 
 Interval shift(const Interval& interval, int64_t by) { return {interval.begin - by, interval.end - by}; }
 
+uint64_t start(const Cut& cut, std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) {
+  for (const exchange::Send& send : sends) cut.group.traffic->num_bytes += send.num_bytes;
+  return cut.group.exchange->start(std::move(sends), std::move(receives));
+}
+
 void check_shard(const char* op, const at::Tensor& tensor, const Cut& cut, int64_t rows) {
   TORCH_CHECK(tensor.device().is_cpu(), op, ": halos of ", tensor.device(),
               " tensors have no transport in this build; move the model to the CPU");
@@ -41,7 +46,7 @@ Pulling::Pulling(const at::Tensor& input, const Cut& cut, const std::vector<Inte
   }
   // Every rank takes part when any rank moves something, so that tickets agree.
   moves_ = plan->anyone_moves;
-  if (moves_) ticket_ = exchange_->start(std::move(sends), std::move(receives));
+  if (moves_) ticket_ = start(cut, std::move(sends), std::move(receives));
 
   const auto rows = [&](const Interval& part) { return extended_.narrow(cut.dim, part.begin - frame.begin, part.size()); };
   if (!plan->kept.empty()) {
@@ -91,7 +96,7 @@ at::Tensor push_add(const at::Tensor& grad, const Cut& cut, const std::vector<In
   for (const PullPlan::Part& part : plan->sends) {
     receives.push_back(add_rows(out, cut.dim, shift(part.rows, plan->own.begin), part.peer));
   }
-  cut.group.exchange->finish(cut.group.exchange->start(std::move(sends), std::move(receives)));
+  cut.group.exchange->finish(start(cut, std::move(sends), std::move(receives)));
   return out;
 }
 

@@ -1,0 +1,1 @@
+"""Programs that measure torchtp beside what else does the same work: `python -m benchmarks.<name> --help`."""
