@@ -192,15 +192,20 @@ class ShmExchange::Progress final : public shm::Awaited {
     });
   }
 
+  // Who does not read what we send, or has sent nothing more of what we wait for. A message that is in its ring but has
+  // to let a lower rank's go first is not missing.
   uint64_t missing() override {
     std::lock_guard<std::mutex> lock(exchange_.mutex_);
-    const auto& peers = exchange_.state_->peers;
+    auto& peers = exchange_.state_->peers;
+    const auto mine = [this](const auto& message) { return message.ticket == ticket_; };
     uint64_t mask = 0;
-    for (size_t peer = 0; peer < peers.size(); ++peer) {
-      const auto mine = [this](const auto& message) { return message.ticket == ticket_; };
-      if (std::any_of(peers[peer].outgoing.begin(), peers[peer].outgoing.end(), mine) ||
-          std::any_of(peers[peer].incoming.begin(), peers[peer].incoming.end(), mine)) {
-        mask |= uint64_t{1} << peer;
+    for (size_t rank = 0; rank < peers.size(); ++rank) {
+      Peer& peer = peers[rank];
+      size_t news = 0;
+      peer.reader.news(news);
+      if (std::any_of(peer.outgoing.begin(), peer.outgoing.end(), mine) ||
+          (news == 0 && std::any_of(peer.incoming.begin(), peer.incoming.end(), mine))) {
+        mask |= uint64_t{1} << rank;
       }
     }
     return mask;
