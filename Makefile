@@ -10,6 +10,7 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 RANKS ?= 2
+DEMO_FLAGS ?= --dtype float64
 TESTS ?= tests
 
 bin := $(VENV)/bin
