@@ -2,6 +2,8 @@
 
 import torchtp._extension  # noqa: F401  (loads _C, which registers the dispatcher ops; refuses it under another torch)
 from torchtp.dtensor import GatherError, GatherWarning, strict
+from torchtp.layout import Layout
+from torchtp.parallel import no_sync, parallelize
 
-__all__ = ["GatherError", "GatherWarning", "strict"]
+__all__ = ["GatherError", "GatherWarning", "Layout", "no_sync", "parallelize", "strict"]
 __version__ = "0.1.0"

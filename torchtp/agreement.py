@@ -1,0 +1,125 @@
+"""Ranks that cut one image must call a model alike; whether they do is asked in one message of fixed size."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+Described = tuple[str, torch.Size, torch.dtype]  # what it is, its global shape, its dtype
+
+_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
+_MAX_DIMS = 8
+_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _DTYPE, _DIMS, _SHAPE = range(8)
+_WORDS = _SHAPE + _MAX_DIMS
+
+
+class Agreement:
+    """Compares what the ranks that cut one image are about to do, and raises the same error on all of them.
+
+    The message tells the first tensor in full and the others as a digest.
+    """
+
+    def __init__(self, spatial: dist.ProcessGroup, everyone: dist.ProcessGroup, data_rank: int, device_type: str):
+        self._spatial = spatial
+        self._everyone = everyone
+        self._data_rank = data_rank
+        self._device_type = device_type
+
+    def check(
+        self, tensors: Sequence[Described], complaint: str = "", note: int = 0, *, everyone: bool = False
+    ) -> list[int]:
+        """Raise ValueError on all ranks if one complains or the ranks of an image differ; returns their notes.
+
+        Collective over the spatial group, or over all data ranks too with `everyone`.
+        """
+        group = self._everyone if everyone else self._spatial
+        if group.size() == 1 or dist.get_backend(group) == "fake":
+            if complaint:
+                raise ValueError(complaint)
+            return [note]
+        table = self._gather(group, _encode(tensors, complaint, note, self._data_rank))
+        if any(row[_COMPLAINS] for row in table):
+            raise ValueError(_first_complaint(group, complaint))
+        firsts: dict[int, tuple[int, list[int]]] = {}
+        for rank, row in enumerate(table):
+            first, expected = firsts.setdefault(row[_DATA_RANK], (rank, row))
+            if row[_NUM:_NOTE] != expected[_NUM:_NOTE]:
+                ranks = dist.get_process_group_ranks(group)
+                raise ValueError(
+                    f"the ranks that cut one image disagree on it: rank {ranks[first]} has {_decode(expected)}, rank "
+                    f"{ranks[rank]} has {_decode(row)}; give all of them images of the same global shape and dtype"
+                )
+        return [row[_NOTE] for row in table if row[_DATA_RANK] == self._data_rank]
+
+    def check_modules(self, tensors: Sequence[Described], complaint: str = "") -> None:
+        """Raise ValueError on all ranks of all images if one complains or they have different parameters."""
+        if self._everyone.size() == 1 or dist.get_backend(self._everyone) == "fake":
+            if complaint:
+                raise ValueError(complaint)
+            return
+        table = self._gather(self._everyone, _encode(tensors, complaint, 0, self._data_rank))
+        if any(row[_COMPLAINS] for row in table):
+            raise ValueError(_first_complaint(self._everyone, complaint))
+        if any(row[_HASH] != table[0][_HASH] for row in table):
+            raise ValueError(_first_difference(self._everyone, tensors))
+
+    def _gather(self, group: dist.ProcessGroup, mine: list[int]) -> list[list[int]]:
+        device = torch.device(self._device_type)
+        if torch.device("cpu") in group._device_types:  # no device synchronisation
+            device = torch.device("cpu")
+        rows = torch.empty(group.size() * _WORDS, dtype=torch.int64, device=device)
+        dist.all_gather_into_tensor(rows, torch.tensor(mine, dtype=torch.int64, device=device), group=group)
+        return rows.view(-1, _WORDS).tolist()
+
+
+def digest(text: bytes) -> int:
+    """63 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _encode(tensors: Sequence[Described], complaint: str, note: int, data_rank: int) -> list[int]:
+    row = [0] * _WORDS
+    row[_COMPLAINS] = bool(complaint)
+    row[_DATA_RANK] = data_rank
+    row[_NUM] = len(tensors)
+    row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in tensors]).encode())
+    row[_NOTE] = note
+    if tensors:
+        _, shape, dtype = tensors[0]
+        row[_DTYPE], row[_DIMS] = _DTYPES.index(dtype), len(shape)
+        row[_SHAPE : _SHAPE + min(len(shape), _MAX_DIMS)] = shape[:_MAX_DIMS]
+    return row
+
+
+def _decode(row: list[int]) -> str:
+    if row[_NUM] == 0:
+        return "no tensor"
+    shape = tuple(row[_SHAPE : _SHAPE + min(row[_DIMS], _MAX_DIMS)])
+    first = f"an image of shape {shape} and {_DTYPES[row[_DTYPE]]}"
+    return first if row[_NUM] == 1 else f"{first} and {row[_NUM] - 1} more tensors (digest {row[_HASH]:x})"
+
+
+def _first_complaint(group: dist.ProcessGroup, mine: str) -> str:
+    """Only when something is wrong already are there messages of any length."""
+    complaints: list[str | None] = [None] * group.size()
+    dist.all_gather_object(complaints, mine, group=group)
+    rank, text = next((rank, text) for rank, text in enumerate(complaints) if text)
+    return f"{text} (on rank {dist.get_global_rank(group, rank)})"
+
+
+def _first_difference(group: dist.ProcessGroup, mine: Sequence[Described]) -> str:
+    rows: list[Sequence[Described]] = [[]] * group.size()
+    dist.all_gather_object(rows, list(mine), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, theirs in enumerate(rows):
+        for ours, other in zip_longest(rows[0], theirs, fillvalue="nothing there"):
+            if ours != other:
+                return (
+                    f"the modules of the ranks differ: rank {ranks[0]} has {ours}, rank {ranks[rank]} has {other}; "
+                    "build the same module on all ranks"
+                )
+    return "the modules of the ranks differ"

@@ -1,0 +1,277 @@
+"""Parameters that stay plain and still meet cut activations: an alias that decides by its partners.
+
+While a parallelized module runs, `module.gamma` is the parameter as a `Lazy`: beside a DTensor it acts as replicated on
+that DTensor's mesh, beside plain tensors it is itself. What is made of Lazy tensors and plain ones stays Lazy.
+The gradient handed to the parameter obeys the mean rule (see `share`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from torchtp.dtensor import notice
+
+_state = threading.local()
+
+# These take their weights plain: their rules hand out gradients by the mean rule.
+_TAKES_PLAIN: set[Any] = {
+    *(getattr(F, name) for name in ("batch_norm", "layer_norm", "group_norm", "instance_norm")),
+    *(getattr(F, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
+    *(getattr(torch, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
+    *(getattr(torch, name) for name in ("convolution", "batch_norm", "layer_norm", "group_norm", "instance_norm")),
+}
+# Modules that only ever hand their parameters to those.
+_KEEPS_PLAIN = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+
+class Lazy(torch.Tensor):
+    """A parameter, a buffer or something made of them, seen from inside a parallelized module's forward."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            partner = _cut_partner(args, kwargs)
+            if partner is None:
+                return pytree.tree_map(_lazy, func(*_plain(args), **_plain(kwargs)))
+            if func is F.linear or func is torch._C._nn.linear:
+                return linear(*_plain(args), **_plain(kwargs))
+            if func in _TAKES_PLAIN:
+                return func(*_plain(args), **_plain(kwargs))
+            mesh = partner.device_mesh
+            args, kwargs = pytree.tree_map(lambda leaf: _beside(leaf, mesh), (args, kwargs))
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Inside, the parameters of prepared modules are Lazy (on this thread)."""
+    before = getattr(_state, "depth", 0)
+    _state.depth = before + 1
+    try:
+        yield
+    finally:
+        _state.depth = before
+
+
+def is_running() -> bool:
+    """Whether a parallelized forward, or the recomputation of a piece of one in a backward, runs on this thread."""
+    return is_inside() or torch._C._current_graph_task_id() != -1
+
+
+def is_inside() -> bool:
+    """Whether a parallelized forward runs on this thread."""
+    return getattr(_state, "depth", 0) > 0
+
+
+def prepare(root: nn.Module) -> None:
+    """Have the parameters and buffers of all modules under `root` read as Lazy while a parallelized forward runs."""
+    for module in root.modules():
+        names = [*module._parameters, *module._buffers]
+        if names and type(module) not in _KEEPS_PLAIN and not issubclass(type(module), _Prepared):
+            module.__class__ = _prepared(cast(Any, type(module)), tuple(names))
+
+
+def unwrap(value: Any) -> Any:
+    """Lazy tensors as plain ones, everywhere in a nested value."""
+    return pytree.tree_map(_unlazy, value)
+
+
+class Remade:
+    """Marks a class made from a module's own by `remade`; copies and pickles find it again through that one."""
+
+    _torchtp_made_by: tuple[Callable[..., type], tuple[Any, ...]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, arguments = self._torchtp_made_by
+        return _new, (make, *arguments), super().__reduce_ex__(2)[2]
+
+
+class _Prepared(Remade):
+    pass
+
+
+def remade(base: type, marks: tuple[type, ...], members: dict[str, Any], make: Callable[..., type], *args: Any) -> type:
+    """A subclass of `base` that looks like it; `make(base, *args)` makes it again in another process."""
+    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, **members}
+    made = type(base.__name__, (*marks, base), members)
+    made._torchtp_made_by = (make, (base, *args))  # type: ignore[attr-defined]
+    return made
+
+
+@functools.cache
+def _prepared(base: type, names: tuple[str, ...]) -> type:
+    return remade(base, (_Prepared,), {name: _alias(name) for name in names}, _prepared, names)
+
+
+def _new(make: Callable[..., type], base: type, *arguments: Any) -> Any:
+    made = make(base, *arguments)
+    return cast(Any, made).__new__(made)
+
+
+def _alias(name: str) -> property:
+    def get(module: nn.Module) -> Any:
+        value: torch.Tensor | None = module._parameters.get(name)
+        if value is None:
+            value = module._buffers.get(name)
+        if value is None and name not in module._parameters and name not in module._buffers:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        if value is None or isinstance(value, (DTensor, Lazy)):
+            return value
+        return _lazy(value) if torch.compiler.is_compiling() or is_running() else value
+
+    return property(get)
+
+
+def _lazy(value: Any) -> Any:
+    return value.as_subclass(Lazy) if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) else value
+
+
+def _unlazy(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, Lazy) else value
+
+
+def _plain(nested: Any) -> Any:
+    return pytree.tree_map(_unlazy, nested)
+
+
+def _cut_partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | None:
+    for value in args:
+        if isinstance(value, DTensor):
+            return value
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, DTensor):
+            return leaf
+    return None
+
+
+def _beside(leaf: Any, mesh: DeviceMesh) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+        return leaf
+    return Replicated.apply(_unlazy(leaf), mesh)
+
+
+class Replicated(torch.autograd.Function):
+    """A plain tensor as a DTensor that every rank holds whole; its gradient obeys the mean rule."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        return DTensor.from_local(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.ops.torchtp.share(grad), None
+
+
+class Scaled(torch.autograd.Function):
+    """The tensor itself; its gradient times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: int) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear of a DTensor with plain parameters: local where the features are not cut."""
+    if not isinstance(input, DTensor):
+        mesh = next(t.device_mesh for t in (weight, bias) if isinstance(t, DTensor))
+        return F.linear(*(None if t is None else _beside(t, mesh) for t in (input, weight, bias)))  # type: ignore[arg-type]
+    if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+        return F.linear(input, *(None if t is None else _beside(t, input.device_mesh) for t in (weight, bias)))  # type: ignore[arg-type]
+    mesh = input.device_mesh
+    kept = tuple(
+        placement if type(placement) is Shard and placement.dim < input.dim() - 1 else Replicate()
+        for placement in input.placements
+    )
+    if kept != input.placements:
+        _say_gather(input, kept)
+        input = input.redistribute(placements=kept)
+    factor = 1
+    for axis, placement in enumerate(kept):
+        factor *= mesh.size(axis) if isinstance(placement, Shard) else 1
+    if factor > 1:
+        weight = Scaled.apply(weight, factor)
+        bias = None if bias is None else Scaled.apply(bias, factor)
+    local = F.linear(input.to_local(grad_placements=kept), weight, bias)
+    shape = torch.Size([*input.shape[:-1], weight.size(0)])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, kept, run_check=False, shape=shape, stride=stride)
+
+
+def _say_gather(input: DTensor, kept: tuple[Any, ...]) -> None:
+    if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
+        notice.gathering(torch.ops.aten.linear.default, input.shape, input.dtype)
+
+
+@torch.library.custom_op("torchtp::share", mutates_args=())
+def share(grad: torch.Tensor) -> torch.Tensor:
+    """What a rank hands out as the gradient of a plain parameter that acted as a replicated DTensor.
+
+    The true gradient is the mean of what the ranks hand out: a partial sum is multiplied by the sizes of the mesh axes
+    it is partial over (a cut gradient is one: zero outside the own part), a full gradient goes out as it is.
+    """
+    return grad.clone()
+
+
+@share.register_fake
+def _(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grad)
+
+
+@share.register_torch_dispatch(DTensor)
+def _(cls: type, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+    (grad,) = args
+    return share_of(grad)
+
+
+def share_of(grad: DTensor) -> torch.Tensor:
+    """`share` of a DTensor, as a plain tensor of its global shape."""
+    local, mesh = grad._local_tensor, grad.device_mesh
+    factor = 1
+    whole: torch.Tensor | None = None
+    own = [slice(None)] * grad.dim()
+    for axis, placement in enumerate(grad.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, Partial):
+            if placement.reduce_op == "sum":
+                factor *= mesh.size(axis)
+            elif placement.reduce_op != "avg":  # a mean of local gradients is what the rule asks for
+                raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
+            continue
+        if type(placement) is not Shard:
+            raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
+        factor *= mesh.size(axis)
+        extent = grad.size(placement.dim)
+        step = -(-extent // mesh.size(axis))
+        begin = min(extent, mesh.get_local_rank(axis) * step)
+        if own[placement.dim] != slice(None):
+            raise NotImplementedError("a gradient cut twice along one dim can't be shared out among ranks")
+        own[placement.dim] = slice(begin, begin + local.size(placement.dim))
+        whole = local.new_zeros(grad.shape)
+    if whole is not None:
+        whole[tuple(own)] = local * factor
+        return whole
+    return local * factor if factor > 1 else local.clone()

@@ -1,0 +1,210 @@
+"""Any module on images that are cut: `parallelize` makes it take, compute and give them, and average its gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils import _pytree as pytree
+
+from torchtp import lazy, randomness
+from torchtp.agreement import Described
+from torchtp.averaging import Averaging
+from torchtp.layout import Layout
+
+Output = Literal["dtensor", "local", "full"]
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def parallelize(module: Module, layout: Layout, *, output: Output = "dtensor", reduce: bool = True) -> Module:
+    """Make `module` work on images cut as `layout` says: in place, and returned.
+
+    Parameters and buffers keep their names and stay plain; they are broadcast from the first rank of `layout.group`.
+    Inputs: the first plain tensor among the arguments that has the dims of the layout behind its first dim tells the
+    number of dims of an image; every plain tensor with as many is an image, held whole by every rank of a spatial
+    group, and is cut. All others are passed as they are. So are DTensors on `layout.spatial_mesh`, which come from
+    `layout.shard`, `layout.from_tile`, or `layout.replicate` for what shall not be cut.
+    Outputs: DTensors as they are ("dtensor"), this rank's parts ("local"), or whole on every rank ("full").
+    Gradients: with `reduce` p.grad is the mean over `layout.group`, which is the gradient, when backward() returns;
+    without, it is this rank's contribution to that mean, for DistributedDataParallel or FSDP2 over `layout.group`.
+
+    Raises ValueError on all ranks where their parameters or, at a call, their images differ.
+    """
+    if output not in ("dtensor", "local", "full"):
+        raise ValueError(f'output is "dtensor", "local" or "full", but it is {output!r}')
+    if is_parallelized(module):
+        raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
+    _check_parameters(module, layout)
+    _broadcast(module, layout)
+    lazy.prepare(module)
+    object.__setattr__(module, _STATE, _State(layout, output, reduce))
+    module.__class__ = _root(type(module))  # type: ignore[assignment]
+    return module
+
+
+def is_parallelized(module: nn.Module) -> bool:
+    """Whether `parallelize` was called on this very module."""
+    return isinstance(module, _Root)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Inside, backward() accumulates this rank's contributions; the first one outside averages all that came together.
+
+    Takes the parallelized module, or one that contains it.
+    """
+    states = [getattr(part, _STATE) for part in module.modules() if is_parallelized(part)]
+    if not states:
+        raise ValueError("torchtp.no_sync takes a module that torchtp.parallelize was called on")
+    before = [state.synchronises for state in states]
+    for state in states:
+        state.synchronises = False
+    try:
+        yield
+    finally:
+        for state, value in zip(states, before, strict=True):
+            state.synchronises = value
+
+
+_STATE = "_torchtp"
+
+
+class _State:
+    """What a parallelized module carries."""
+
+    def __init__(self, layout: Layout, output: Output, reduce: bool):
+        self.layout = layout
+        self.output = output
+        self.reduce = reduce
+        self.synchronises = True
+        self._averaging: Averaging | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State(self.layout, self.output, self.reduce)  # the copy averages its own parameters
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a parallelized module belongs to its process groups and can't be pickled: save its state_dict()"
+        )
+
+    def run(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cut the images, call `forward`, give its outputs the wanted form."""
+        if torch.compiler.is_compiling():
+            args, kwargs = self._cut(args, kwargs)
+            return self._leave(forward(*args, **kwargs))
+        if lazy.is_inside():
+            return forward(*args, **kwargs)
+        trains = self.reduce and self.synchronises and torch.is_grad_enabled()
+        tensors, complaint = self._describe(args, kwargs)
+        note = randomness.fingerprint(self.layout)
+        notes = self.layout.agreement.check(tensors, complaint, note, everyone=trains)
+        args, kwargs = self._cut(args, kwargs)
+        with randomness.stream(self.layout, notes), lazy.running():
+            outputs = forward(*args, **kwargs)
+        outputs = self._leave(outputs)
+        if self.reduce and torch.is_grad_enabled():
+            self._watch(module, outputs)
+        return outputs
+
+    def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
+        """All tensors among the arguments, images first, and what is wrong with them."""
+        num_dims = self._image_dims(args, kwargs)
+        tensors: list[Described] = []
+        try:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                image = isinstance(leaf, DTensor) or leaf.dim() == num_dims
+                if image:
+                    self.layout.check(leaf)
+                described = ("image" if image else "tensor", leaf.shape, leaf.dtype)
+                tensors.insert(0 if image and tensors and tensors[0][0] != "image" else len(tensors), described)
+        except ValueError as error:
+            return [], str(error)
+        return tensors, ""
+
+    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        num_dims = self._image_dims(args, kwargs)
+
+        def cut(leaf: Any) -> Any:
+            plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+            return self.layout.shard(leaf) if plain and leaf.dim() == num_dims else leaf
+
+        return pytree.tree_map(cut, (args, kwargs))
+
+    def _image_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and self.layout.reaches(leaf.dim()):
+                return leaf.dim()
+        return None
+
+    def _leave(self, outputs: Any) -> Any:
+        def give(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return lazy.unwrap(leaf)
+            if self.output == "full":
+                return leaf.full_tensor()
+            if self.output == "local":
+                whole = tuple(Replicate() if isinstance(place, Partial) else place for place in leaf.placements)
+                return (leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local()
+            return leaf
+
+        return pytree.tree_map(give, outputs)
+
+    def _watch(self, module: nn.Module, outputs: Any) -> None:
+        if self._averaging is None:
+            self._averaging = Averaging(module.parameters(), self.layout.group, lambda: self.synchronises)
+        self._averaging.watch(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+
+
+class _Root(lazy.Remade):
+    """Marks the class of a parallelized module."""
+
+
+def _root(base: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: _State = getattr(self, _STATE)
+        return state.run(self, functools.partial(base.forward, self), args, kwargs)
+
+    return lazy.remade(base, (_Root,), {"forward": forward}, _root)
+
+
+def _check_parameters(module: nn.Module, layout: Layout) -> None:
+    """All ranks hold the same names, shapes and dtypes, on the mesh's kind of device."""
+    named = list(_tensors(module))
+    complaint = next(
+        (
+            f"{name} lives on {tensor.device}, but the mesh is one of {layout.mesh.device_type} devices: move the "
+            f"module with .to({str(layout.device)!r}) first"
+            for name, tensor in named
+            if tensor.device.type != layout.mesh.device_type
+        ),
+        "",
+    )
+    described = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
+    layout.agreement.check_modules(described, complaint)
+
+
+def _broadcast(module: nn.Module, layout: Layout) -> None:
+    if layout.group.size() == 1 or dist.get_backend(layout.group) == "fake":
+        return
+    source = dist.get_global_rank(layout.group, 0)
+    with torch.no_grad():
+        for _, tensor in _tensors(module):
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, source, group=layout.group)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not isinstance(tensor, DTensor):  # FSDP's own: cut already, and equal by then
+            yield name, tensor
