@@ -28,7 +28,7 @@ TORCH_HEADER = re.compile(r"(ATen|c10|torch|caffe2|pybind11)/|Python\.h")
 TORCH_FREE = {
     "core": r"(?!)",
     "shm": r"(?!)",
-    "collectives": r"(c10/util|torch/headeronly/util)/(Half|BFloat16|complex)\.h",
+    "collectives": r"(c10/util|torch/headeronly/util)/(Half|BFloat16|complex)\.h|c10/core/ScalarType\.h",
     "exchange": r"(?!)",
     "kernels": r"(c10/util|torch/headeronly/util|c10/cuda)/.*\.h",
 }

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend/exchanges.h"
+#include "bindings/backend.h"
 #include "core/interval.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -20,4 +21,6 @@ PYBIND11_MODULE(_C, m) {
         return torchtp::backend::spatial_group(group_name).traffic->num_bytes.load();
       },
       pybind11::arg("group_name"));
+
+  torchtp::bindings::bind_backend(m);
 }

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <vector>
+
+#include "backend/dense.h"
+
+namespace torchtp::backend {
+
+// A collective's only tensor.
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what);
+
+// The list with one tensor for each rank, all like `like`.
+const std::vector<at::Tensor>& one_for_each_rank(const std::vector<std::vector<at::Tensor>>& lists, int size,
+                                                 const at::Tensor& like, const char* what);
+
+// What the ranks that are not the root pass.
+void check_no_lists(const std::vector<std::vector<at::Tensor>>& lists, const char* what);
+
+void check_same_length(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const char* what);
+
+// Several tensors as memory; copies are put back by store().
+class DenseList {
+ public:
+  DenseList(const std::vector<at::Tensor>& tensors, bool load) {
+    for (const at::Tensor& tensor : tensors) list_.emplace_back(tensor, load);
+  }
+  std::vector<std::byte*> outputs() const {
+    std::vector<std::byte*> pointers;
+    for (const Dense& dense : list_) pointers.push_back(dense.data());
+    return pointers;
+  }
+  std::vector<const std::byte*> inputs() const {
+    std::vector<const std::byte*> pointers;
+    for (const Dense& dense : list_) pointers.push_back(dense.data());
+    return pointers;
+  }
+  void store() {
+    for (Dense& dense : list_) dense.store();
+  }
+
+ private:
+  std::vector<Dense> list_;
+};
+
+// Equal parts of one buffer, one for each rank.
+template <typename Byte>
+std::vector<Byte*> parts(Byte* data, size_t part_bytes, int num_parts) {
+  std::vector<Byte*> pointers(num_parts);
+  for (int r = 0; r < num_parts; ++r) pointers[r] = data + r * part_bytes;
+  return pointers;
+}
+
+}  // namespace torchtp::backend

@@ -1,0 +1,33 @@
+#include "backend/dense.h"
+
+#include <ATen/ops/empty.h>
+
+namespace torchtp::backend {
+
+Dense::Dense(const at::Tensor& tensor, bool load) : tensor_(tensor), memory_(tensor) {
+  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) return;
+  memory_ = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  if (load) memory_.copy_(tensor);
+}
+
+void Dense::store() {
+  if (!memory_.is_same(tensor_)) tensor_.copy_(memory_);
+}
+
+void check_tensor(const at::Tensor& tensor, const char* what) {
+  TORCH_CHECK(tensor.defined(), "torchtp ", what, ": the tensor is undefined");
+  TORCH_CHECK(tensor.layout() == at::kStrided, "torchtp ", what, " takes dense (strided) tensors, got layout ",
+              tensor.layout(), "; make it dense with to_dense()");
+  TORCH_CHECK(tensor.device().is_cpu(), "torchtp ", what, " works on CPU tensors so far, got a tensor on ",
+              tensor.device(), "; use init_process_group(\"cpu:torchtp,cuda:nccl\") for CUDA tensors");
+}
+
+void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what) {
+  check_tensor(tensor, what);
+  TORCH_CHECK(tensor.scalar_type() == dtype, "torchtp ", what, ": all tensors of a call must have one dtype, got ",
+              dtype, " and ", tensor.scalar_type());
+  TORCH_CHECK(tensor.numel() == count, "torchtp ", what, ": expected a tensor of ", count, " elements, got ",
+              tensor.numel(), " (shape ", tensor.sizes(), ")");
+}
+
+}  // namespace torchtp::backend

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+
+namespace torchtp::backend {
+
+// The elements of a CPU tensor in one piece, in order: the tensor's own memory, or a copy where it has another layout.
+class Dense {
+ public:
+  // With `load` false the copy starts uninitialised: for outputs that are written whole.
+  Dense(const at::Tensor& tensor, bool load);
+
+  std::byte* data() const { return static_cast<std::byte*>(memory_.data_ptr()); }
+  size_t num_bytes() const { return memory_.nbytes(); }
+  const at::Tensor& memory() const { return memory_; }
+  bool is(const at::Tensor& tensor) const { return memory_.is_same(tensor); }
+  // Puts a copy's elements back into the tensor.
+  void store();
+
+ private:
+  at::Tensor tensor_;
+  at::Tensor memory_;
+};
+
+// Throws, naming `what`, unless a collective can read and write the tensor: defined, strided, in CPU memory.
+void check_tensor(const at::Tensor& tensor, const char* what);
+
+// Throws unless `tensor` has `count` elements of `dtype`.
+void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what);
+
+}  // namespace torchtp::backend

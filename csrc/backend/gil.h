@@ -1,0 +1,24 @@
+#pragma once
+
+#include <Python.h>
+
+namespace torchtp::backend {
+
+// Releases Python's lock while it lives, if this thread holds it: before every wait for another thread, which may need
+// the lock to drop a Python object. See docs/backend.md, "Teardown".
+class GilRelease {
+ public:
+  GilRelease() {
+    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+  }
+  ~GilRelease() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+}  // namespace torchtp::backend

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "shm/group.h"
+#include "shm/mailbox.h"
+
+namespace torchtp::backend {
+
+class Message;
+
+// send, recv and recvAnysource. Who waits for a message moves it himself, without a thread between; what nobody waits
+// for yet (an isend before a barrier, a future) is moved by a thread that looks after it now and then.
+class PointToPoint {
+ public:
+  explicit PointToPoint(std::shared_ptr<shm::Group> group);
+  ~PointToPoint();
+  PointToPoint(const PointToPoint&) = delete;
+  PointToPoint& operator=(const PointToPoint&) = delete;
+
+  c10::intrusive_ptr<c10d::Work> send(const at::Tensor& tensor, int peer, int tag);
+  c10::intrusive_ptr<c10d::Work> recv(const at::Tensor& tensor, int peer, int tag);
+  c10::intrusive_ptr<c10d::Work> recv_any(const at::Tensor& tensor, int tag);
+  // Unfinished messages fail. Must not be called with Python's lock held.
+  void stop();
+
+ private:
+  c10::intrusive_ptr<c10d::Work> add(c10::intrusive_ptr<Message> message);
+  void check_peer(int peer, const char* what) const;
+  void look_after();
+
+  std::shared_ptr<shm::Group> group_;
+  std::shared_ptr<shm::Mailbox> mailbox_;
+  std::shared_ptr<std::atomic<bool>> waiting_;  // one thread may wait in the mailbox at a time
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<c10::intrusive_ptr<Message>> unfinished_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace torchtp::backend

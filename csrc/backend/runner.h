@@ -1,0 +1,43 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace torchtp::backend {
+
+// Runs tasks one at a time, in the order given: asynchronous ones on one worker thread (started by the first), a
+// synchronous one on its caller's thread once everything before it is done. Tasks do not throw.
+class Runner {
+ public:
+  Runner();
+  ~Runner();
+  Runner(const Runner&) = delete;
+  Runner& operator=(const Runner&) = delete;
+
+  void submit(std::function<void()> task);
+  void run(const std::function<void()>& task);
+  // Runs what was submitted, then ends the worker. Must not be called with Python's lock held.
+  void stop();
+
+ private:
+  // Shared with the worker: the last reference to a group may be dropped by a callback on the worker itself, which then
+  // outlives this object.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> queue;
+    bool busy = false;  // a task is running, on whichever thread
+    bool stopping = false;
+  };
+
+  static void work(const std::shared_ptr<State>& state);
+
+  std::shared_ptr<State> state_;
+  std::thread worker_;
+};
+
+}  // namespace torchtp::backend

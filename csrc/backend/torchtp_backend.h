@@ -1,0 +1,123 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/runner.h"
+#include "collectives/call.h"
+#include "exchange/exchange.h"
+#include "shm/group.h"
+
+namespace torchtp::backend {
+
+class PointToPoint;
+
+// The c10d face: every collective of torch.distributed between ranks of one host, through shared memory.
+// Synchronous calls run on the caller's thread after the group's queued work, asynchronous ones on one worker, in
+// order.
+class TorchtpBackend : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+  struct Options : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("torchtp", timeout) {}
+  };
+
+  // Collective over the store; call it without Python's lock.
+  TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  ~TorchtpBackend() override;
+
+  // What spatial ops move slabs with: one for the group, made when first asked for.
+  std::shared_ptr<exchange::Exchange> exchange();
+
+  const std::string getBackendName() const override { return "torchtp"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  c10d::ErrorType getError() override;
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
+  void abort() override;
+  void shutdown() override;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options = {}) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options = {}) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options = {}) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options = {}) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options = {}) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options = {}) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options = {}) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options = {}) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override;
+#ifdef C10D_BACKEND_HAS_HOOKS  // new in torch 2.15
+  WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options = {}) override;
+#endif
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options = {}) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options = {}) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options = {}) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options = {}) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks = false) override;
+
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  // A checked call, ready to run.
+  struct Plan {
+    c10d::OpType op;
+    const char* title;
+    Tensors outputs;  // what the work's result and future hold
+    Tensors inputs;
+    std::function<void(const collectives::Call&)> body;
+  };
+
+  // Runs or queues what `make` returns. When it throws, this rank has found a mistake in its arguments: the error
+  // leaves at once, and a refusal is queued so that the other ranks fail instead of waiting for this one.
+  WorkPtr launch(bool asynchronous, std::chrono::milliseconds timeout, const std::function<Plan()>& make);
+  std::function<void()> task(uint64_t sequence, std::chrono::milliseconds timeout,
+                             std::function<void(const collectives::Call&)> body,
+                             std::function<void(std::exception_ptr)> complete) const;
+  Plan plan_allgather(const char* title, const TensorLists& outputs, const Tensors& inputs) const;
+  Plan plan_allgather_base(const char* title, const Tensors& outputs, const Tensors& inputs) const;
+  Plan plan_reduce_scatter_base(const char* title, const Tensors& outputs, const Tensors& inputs,
+                                const c10d::ReduceOp& op) const;
+  Plan plan_allreduce(const char* title, const Tensors& tensors, const c10d::ReduceOp& op) const;
+  void check_root(int64_t root, const char* what) const;
+  PointToPoint& point_to_point();
+  WorkPtr remember(WorkPtr work);
+
+  const c10::intrusive_ptr<Options> options_;
+  std::shared_ptr<shm::Group> group_;
+  std::mutex mutex_;  // of the members below
+  uint64_t sequence_ = 0;
+  bool closed_ = false;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+  std::shared_ptr<exchange::Exchange> exchange_;
+  std::unique_ptr<PointToPoint> point_to_point_;
+  Runner runner_;
+};
+
+}  // namespace torchtp::backend

@@ -1,0 +1,145 @@
+// The collectives of TorchtpBackend that reduce: each checks its arguments at the door and says what to run.
+#include <utility>
+
+#include "backend/arguments.h"
+#include "backend/torchtp_backend.h"
+#include "collectives/allreduce.h"
+#include "collectives/reduce.h"
+#include "collectives/reduce_scatter.h"
+
+namespace torchtp::backend {
+namespace {
+
+using collectives::Call;
+
+// The operation between elements, after what every rank does to its own input.
+class Reducing {
+ public:
+  Reducing(const c10d::ReduceOp& op, at::ScalarType dtype, const char* what)
+      : op_(static_cast<collectives::ReduceOp>(op.op_)) {
+    TORCH_CHECK(collectives::is_reducible(dtype, op_), "torchtp ", what, ": reduce op ", collectives::name_of(op_),
+                " has no meaning for dtype ", dtype);
+    if (op_ != collectives::ReduceOp::kPremulSum) return;
+    const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+    TORCH_CHECK(supplement != nullptr, "torchtp ", what, ": PREMUL_SUM without a factor");
+    factor_ =
+        supplement->tensor_factor.defined() ? supplement->tensor_factor.item() : at::Scalar(supplement->double_factor);
+  }
+
+  collectives::ReduceOp op() const { return op_; }
+
+  Dense load(const at::Tensor& tensor) const {
+    if (op_ != collectives::ReduceOp::kPremulSum) return Dense(tensor, true);
+    return Dense((tensor * factor_).to(tensor.scalar_type()), true);
+  }
+
+ private:
+  collectives::ReduceOp op_;
+  at::Scalar factor_;
+};
+
+}  // namespace
+
+TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Tensors& tensors,
+                                                    const c10d::ReduceOp& op) const {
+  TORCH_CHECK(!tensors.empty(), "torchtp allreduce takes at least one tensor, got none");
+  std::vector<Reducing> reducing;
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "allreduce");
+    reducing.emplace_back(op, tensor.scalar_type(), "allreduce");
+  }
+  return {c10d::OpType::ALLREDUCE, title, tensors, tensors, [tensors, reducing](const Call& call) {
+            for (size_t i = 0; i < tensors.size(); ++i) {
+              const at::Tensor& tensor = tensors[i];
+              Dense dense = reducing[i].load(tensor);
+              collectives::allreduce(call, dense.data(), tensor.numel(), tensor.scalar_type(), reducing[i].op());
+              if (!dense.is(tensor)) tensor.copy_(dense.memory());
+            }
+          }};
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return launch(options.asyncOp, options.timeout, [&] {
+    only(tensors, "allreduce");
+    return plan_allreduce("torchtp:all_reduce", tensors, options.reduceOp);
+  });
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::allreduce_coalesced(Tensors& tensors,
+                                                            const c10d::AllreduceCoalescedOptions& options) {
+  return launch(options.asyncOp, options.timeout,
+                [&] { return plan_allreduce("torchtp:all_reduce_coalesced", tensors, options.reduceOp); });
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return launch(options.asyncOp, options.timeout, [&]() -> Plan {
+    const at::Tensor tensor = only(tensors, "reduce");
+    check_root(options.rootRank, "reduce");
+    const int root = static_cast<int>(options.rootRank);
+    const Reducing reducing(options.reduceOp, tensor.scalar_type(), "reduce");
+    return {c10d::OpType::REDUCE, "torchtp:reduce", tensors, tensors, [tensor, root, reducing](const Call& call) {
+              Dense dense = reducing.load(tensor);
+              collectives::reduce(call, dense.data(), tensor.numel(), tensor.scalar_type(), reducing.op(), root);
+              if (call.group.rank() == root && !dense.is(tensor)) tensor.copy_(dense.memory());
+            }};
+  });
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                                       const c10d::ReduceScatterOptions& options) {
+  return launch(options.asyncOp, options.timeout, [&]() -> Plan {
+    const at::Tensor output = only(outputs, "reduce_scatter");
+    const Tensors list = one_for_each_rank(inputs, getSize(), output, "reduce_scatter");
+    const Reducing reducing(options.reduceOp, output.scalar_type(), "reduce_scatter");
+    return {c10d::OpType::REDUCE_SCATTER, "torchtp:reduce_scatter", outputs, list,
+            [output, list, reducing](const Call& call) {
+              std::vector<Dense> sources;
+              std::vector<const std::byte*> pointers;
+              for (const at::Tensor& tensor : list) {
+                sources.push_back(reducing.load(tensor));
+                pointers.push_back(sources.back().data());
+              }
+              Dense result(output, false);
+              collectives::reduce_scatter(call, pointers, result.data(), output.numel(), output.scalar_type(),
+                                          reducing.op());
+              result.store();
+            }};
+  });
+}
+
+TorchtpBackend::Plan TorchtpBackend::plan_reduce_scatter_base(const char* title, const Tensors& outputs,
+                                                              const Tensors& inputs, const c10d::ReduceOp& op) const {
+  check_same_length(outputs, inputs, "reduce_scatter_tensor");
+  std::vector<Reducing> reducing;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(outputs[i], "reduce_scatter_tensor");
+    check_like(inputs[i], outputs[i].numel() * getSize(), outputs[i].scalar_type(), "reduce_scatter_tensor");
+    reducing.emplace_back(op, outputs[i].scalar_type(), "reduce_scatter_tensor");
+  }
+  return {c10d::OpType::_REDUCE_SCATTER_BASE, title, outputs, inputs, [outputs, inputs, reducing](const Call& call) {
+            for (size_t i = 0; i < inputs.size(); ++i) {
+              const Dense source = reducing[i].load(inputs[i]);
+              Dense result(outputs[i], false);
+              const std::byte* data = source.data();
+              collectives::reduce_scatter(call, parts(data, result.num_bytes(), call.group.size()), result.data(),
+                                          outputs[i].numel(), outputs[i].scalar_type(), reducing[i].op());
+              result.store();
+            }
+          }};
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                             const c10d::ReduceScatterOptions& options) {
+  return launch(options.asyncOp, options.timeout, [&] {
+    return plan_reduce_scatter_base("torchtp:_reduce_scatter_base", {output}, {input}, options.reduceOp);
+  });
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                        const c10d::ReduceScatterOptions& options) {
+  return launch(options.asyncOp, options.timeout, [&] {
+    return plan_reduce_scatter_base("torchtp:reduce_scatter_tensor_coalesced", outputs, inputs, options.reduceOp);
+  });
+}
+
+}  // namespace torchtp::backend

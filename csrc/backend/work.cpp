@@ -1,0 +1,122 @@
+#include "backend/work.h"
+
+#include <ATen/core/jit_type.h>
+
+#include <utility>
+
+#include "core/error.h"
+
+namespace torchtp::backend {
+namespace {
+
+c10::intrusive_ptr<c10::ivalue::Future> make_future() {
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+}  // namespace
+
+TorchtpWork::TorchtpWork(int rank, c10d::OpType op, const char* title, uint64_t sequence,
+                         std::vector<at::Tensor> outputs, const std::vector<at::Tensor>& inputs)
+    : Work(rank, op, title, inputs), sequence_(sequence), outputs_(std::move(outputs)) {}
+
+void TorchtpWork::complete(std::exception_ptr error) {
+  finish(error);
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(future_mutex_);
+    done_ = true;
+    error_ = error;
+    future = future_;
+  }
+  if (future) settle(*future);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> TorchtpWork::getFuture() {
+  std::lock_guard<std::mutex> lock(future_mutex_);
+  if (!future_) {
+    future_ = make_future();
+    if (done_) settle(*future_);
+  }
+  return future_;
+}
+
+void TorchtpWork::settle(c10::ivalue::Future& future) const {
+  if (error_) {
+    future.setError(error_);
+  } else {
+    future.markCompleted(c10::IValue(outputs_));
+  }
+}
+
+WorkList::WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)
+    : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)) {}
+
+bool WorkList::isCompleted() {
+  for (const auto& work : works_) {
+    if (!work->isCompleted()) return false;
+  }
+  return true;
+}
+
+bool WorkList::isSuccess() const {
+  for (const auto& work : works_) {
+    if (!work->isSuccess()) return false;
+  }
+  return true;
+}
+
+std::exception_ptr WorkList::exception() const {
+  for (const auto& work : works_) {
+    if (const auto error = work->exception()) return error;
+  }
+  return nullptr;
+}
+
+bool WorkList::wait(std::chrono::milliseconds timeout) {
+  for (const auto& work : works_) {
+    if (!work->wait(timeout)) return false;
+  }
+  return true;
+}
+
+std::vector<at::Tensor> WorkList::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& work : works_) {
+    for (at::Tensor& tensor : work->result()) all.push_back(std::move(tensor));
+  }
+  return all;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkList::getFuture() {
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+      c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+  for (const auto& work : works_) futures.push_back(work->getFuture());
+  return c10::collectAll(futures)->then(
+      [works = works_](c10::ivalue::Future& all) {
+        if (all.hasError()) std::rethrow_exception(all.exception_ptr());
+        std::vector<at::Tensor> tensors;
+        for (const auto& work : works) {
+          for (at::Tensor& tensor : work->result()) tensors.push_back(std::move(tensor));
+        }
+        return c10::IValue(tensors);
+      },
+      c10::ListType::create(c10::TensorType::get()));
+}
+
+std::exception_ptr as_dist_error(std::exception_ptr error) {
+  if (!error) return error;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& own) {
+    try {
+      TORCH_CHECK_WITH(DistBackendError, false, "torchtp: ", own.what());
+    } catch (...) {
+      return std::current_exception();
+    }
+  } catch (...) {
+    return std::current_exception();
+  }
+  return error;
+}
+
+}  // namespace torchtp::backend

@@ -1,0 +1,25 @@
+#include "collectives/broadcast.h"
+
+namespace torchtp::collectives {
+
+void broadcast(const Call& call, std::byte* data, int64_t count, c10::ScalarType dtype, int root) {
+  shm::Group& group = call.group;
+  const bool is_root = group.rank() == root;
+  const size_t num_bytes = count * c10::elementSize(dtype);
+  const shm::Fingerprint print = call.fingerprint(Kind::kBroadcast, count, dtype, root);
+  if (num_bytes > kSmallBytes) {
+    group.round(print, is_root ? group.heap_offset(data, num_bytes) : -1);
+    if (group.peer_heap_offset(root) >= 0) {
+      if (!is_root) copy_bytes(data, group.peer_heap(root, num_bytes), num_bytes);
+      group.round(print);
+      return;
+    }
+  }
+  for_each_chunk(num_bytes, align_down(group.slot_bytes()), [&](size_t offset, size_t size) {
+    if (is_root) copy_bytes(group.slot(root), data + offset, size);
+    group.round(print);
+    if (!is_root) copy_bytes(data + offset, group.peer_slot(root), size);
+  });
+}
+
+}  // namespace torchtp::collectives

@@ -1,0 +1,129 @@
+#include "collectives/reduce_rounds.h"
+
+#include <vector>
+
+namespace torchtp::collectives {
+
+namespace {
+
+// A block stays in the second-level cache between being reduced and being written to the other ranks.
+constexpr size_t kBlockBytes = 64 * 1024;
+
+struct Range {
+  size_t begin, end;  // bytes
+  size_t size() const { return end - begin; }
+};
+
+// The r-th of `size` shares of num_bytes, cut at cache lines.
+Range share_of(int rank, int size, size_t num_bytes) {
+  const size_t lines = (num_bytes + kAlignment - 1) / kAlignment;
+  const size_t per_rank = (lines + size - 1) / size * kAlignment;
+  const size_t begin = std::min(rank * per_rank, num_bytes);
+  return {begin, std::min(begin + per_rank, num_bytes)};
+}
+
+class Reduction {
+ public:
+  Reduction(const Call& call, const shm::Fingerprint& print, std::byte* data, int64_t count, c10::ScalarType dtype,
+            ReduceOp op, int root)
+      : group_(call.group),
+        print_(print),
+        data_(data),
+        item_bytes_(c10::elementSize(dtype)),
+        num_bytes_(count * item_bytes_),
+        dtype_(dtype),
+        op_(op),
+        root_(root),
+        rank_(group_.rank()),
+        size_(group_.size()),
+        wanted_(root == kEveryRank || root == rank_),
+        inputs_(size_) {}
+
+  void run() {
+    if (num_bytes_ <= std::min(kSmallBytes, group_.slot_bytes())) return run_small();
+    group_.round(print_, group_.heap_offset(data_, num_bytes_));
+    if (all_in_heap(group_)) {
+      run_in_heap();
+    } else {
+      run_staged();
+    }
+  }
+
+ private:
+  void run_small() {
+    copy_bytes(group_.slot(rank_), data_, num_bytes_);
+    group_.round(print_);
+    if (!wanted_) return;
+    for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r);
+    reduce(data_, num_bytes_);
+  }
+
+  void run_in_heap() {
+    std::vector<std::byte*> buffers(size_);
+    for (int r = 0; r < size_; ++r) buffers[r] = group_.peer_heap(r, num_bytes_);
+    const Range share = share_of(rank_, size_, num_bytes_);
+    const int first = root_ == kEveryRank ? rank_ : root_;
+    for (size_t begin = share.begin; begin < share.end; begin += kBlockBytes) {
+      const size_t size = std::min(kBlockBytes, share.end - begin);
+      for (int r = 0; r < size_; ++r) inputs_[r] = buffers[r] + begin;
+      reduce(buffers[first] + begin, size);
+      if (root_ != kEveryRank) continue;
+      for (int r = 0; r < size_; ++r) {
+        if (r != first) copy_bytes(buffers[r] + begin, buffers[first] + begin, size);
+      }
+    }
+    group_.round(print_);
+  }
+
+  // Slot of a round: [a chunk of my input | my reduced share of the chunk before]. Each round stages chunk c and the
+  // share of chunk c - 1, then spreads the shares of chunk c - 1 to the output: one synchronisation a chunk.
+  void run_staged() {
+    const size_t lines = group_.slot_bytes() / kAlignment;
+    const size_t chunk_bytes = (lines - 1) * size_ / (size_ + 1) * kAlignment;
+    const size_t num_chunks = (num_bytes_ + chunk_bytes - 1) / chunk_bytes;
+    const auto chunk = [&](size_t c) { return Range{c * chunk_bytes, std::min((c + 1) * chunk_bytes, num_bytes_)}; };
+    for (size_t c = 0; c <= num_chunks; ++c) {
+      std::byte* slot = group_.slot(rank_);
+      if (c > 0) {
+        const Range share = share_of(rank_, size_, chunk(c - 1).size());
+        for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r) + share.begin;
+        reduce(slot + chunk_bytes, share.size());
+        if (wanted_) copy_bytes(data_ + chunk(c - 1).begin + share.begin, slot + chunk_bytes, share.size());
+      }
+      if (c < num_chunks) copy_bytes(slot, data_ + chunk(c).begin, chunk(c).size());
+      group_.round(print_);
+      if (c == 0 || !wanted_) continue;
+      for (int r = 0; r < size_; ++r) {
+        if (r == rank_) continue;
+        const Range share = share_of(r, size_, chunk(c - 1).size());
+        copy_bytes(data_ + chunk(c - 1).begin + share.begin, group_.peer_slot(r) + chunk_bytes, share.size());
+      }
+    }
+  }
+
+  void reduce(std::byte* out, size_t num_bytes) {
+    reduce_inputs(out, inputs_, static_cast<int64_t>(num_bytes / item_bytes_), dtype_, op_);
+  }
+
+  shm::Group& group_;
+  const shm::Fingerprint print_;
+  std::byte* const data_;
+  const size_t item_bytes_;
+  const size_t num_bytes_;
+  const c10::ScalarType dtype_;
+  const ReduceOp op_;
+  const int root_;
+  const int rank_;
+  const int size_;
+  const bool wanted_;
+  std::vector<const std::byte*> inputs_;
+};
+
+}  // namespace
+
+void reduce_rounds(const Call& call, const shm::Fingerprint& print, std::byte* data, int64_t count,
+                   c10::ScalarType dtype, ReduceOp op, int root) {
+  Reduction(call, print, data, count, dtype, op, root).run();
+}
+
+}  // namespace torchtp::collectives
