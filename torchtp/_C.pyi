@@ -2,13 +2,14 @@ import datetime
 from collections.abc import Sequence
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 built_for_torch: str
 
 def owned(extent: int, num_shards: int, shard: int) -> tuple[int, int]: ...
 def exchanged_bytes(group_name: str) -> int: ...
 
-class TorchtpBackend(dist.distributed_c10d.Backend):
+class TorchtpBackend(Backend):
     def __init__(
         self,
         store: dist.Store,
