@@ -13,8 +13,9 @@ constexpr size_t kRingUnit = 64;  // everything in a ring begins at a multiple o
 // A byte ring from one rank to another, without locks: one writer, one reader. Positions are 64-bit counts of bytes,
 // the place in the ring is position % size.
 //
-// NOTE [restart] Walking through the whole ring would keep every message cold in the caches. When the reader has read
-// all there was, the writer starts over at the ring's first byte: it notes "whoever stands at restart_from goes on at
+// NOTE [restart] Always walking through the whole ring would touch memory that no cache holds any more; always starting
+// over would write lines the reader's cache still holds. So a message that finds the ring empty starts over at the
+// first byte once a stretch of a few MiB has been walked. The writer notes "whoever stands at restart_from goes on at
 // restart_at" and then publishes its head as ever. The reader looks at the note when it finds news after having stood
 // at the end; the writer changes the note only while the reader stands at the end, so the two never meet.
 class RingWriter {
