@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtp.agreement import Agreement
 from torchtp.dtensor import mark
+from torchtp.dtensor.cut import dense_stride
 
 
 class Layout:
@@ -161,7 +162,12 @@ class Layout:
     def _wrap(self, local: torch.Tensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
         # The whole tensor's strides follow from the part's, not the other way round: kernels see the part.
         return DTensor.from_local(
-            local, self.spatial_mesh, placements, run_check=False, shape=shape, stride=_dense_stride(shape, local)
+            local,
+            self.spatial_mesh,
+            placements,
+            run_check=False,
+            shape=shape,
+            stride=dense_stride(shape, local.stride()),
         )
 
 
@@ -197,13 +203,3 @@ def _check_axes(names: tuple[str, ...] | None, spatial: Mapping[str, int], data:
 
 def _flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-
-
-def _dense_stride(shape: torch.Size, like: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of those of `like`."""
-    order = sorted(range(len(shape)), key=lambda dim: (like.stride(dim), -dim))
-    stride, step = [1] * len(shape), 1
-    for dim in order:
-        stride[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(stride)

@@ -147,11 +147,12 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: t
     if spec is None:
         if len(specs) > 4096:
             specs.clear()
-        spec = specs[key] = make_spec(mesh, placements, shape, _stride(shape, local.stride()), local.dtype)
+        spec = specs[key] = make_spec(mesh, placements, shape, dense_stride(shape, local.stride()), local.dtype)
     return make_dtensor(local, spec)
 
 
-def _stride(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
+def dense_stride(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`."""
     stride = [1] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):

@@ -1,0 +1,122 @@
+"""Masks of DropPath and dropout: one for all ranks of an image, the single device's, again in a recomputation."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+def _layout(axes, spatial, data=None):
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return torchtp.Layout(mesh, spatial, data)
+
+
+class Masks(nn.Module):
+    """Every way in which models draw random numbers in forward."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.Conv2d(4, 3, 3, padding=1)
+        self.reentrant = reentrant
+
+    def noisy(self, x):
+        if not self.training:
+            return x
+        sample = (x.shape[0], 1, 1, 1)
+        x = x * x.new_empty(sample).bernoulli_(0.5)  # timm's DropPath
+        x = x + torch.empty(sample, dtype=x.dtype).bernoulli_(0.5)  # torchvision's StochasticDepth, born plain
+        x = F.dropout(x, 0.3)
+        x = F.dropout2d(x, 0.3)
+        x = x + 0.1 * torch.rand_like(x) + 0.1 * torch.randn_like(x)
+        return x * torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype)
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.reentrant is None:
+            x = self.noisy(x)
+        else:
+            x = checkpoint(self.noisy, x, use_reentrant=self.reentrant)
+        return self.second(x)
+
+
+def _model(**options):
+    torch.manual_seed(5)
+    return Masks(**options).double()
+
+
+def _step(model, x, seed):
+    torch.manual_seed(seed)
+    output = model(x)
+    output = output.full_tensor() if isinstance(output, torch.distributed.tensor.DTensor) else output
+    output.square().mean().backward()
+    return output.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def _equals_the_single_device(axes, spatial, memory_format, reentrant):
+    x = torch.randn(3, 2, 7, 9, dtype=torch.float64).contiguous(memory_format=memory_format)
+    expected, gradients = _step(_model().to(memory_format=memory_format), x, 3)
+    model = torchtp.parallelize(_model(reentrant=reentrant).to(memory_format=memory_format), _layout(axes, spatial))
+    output, actual = _step(model, x, 3)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    for mine, theirs in zip(actual, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    after = torch.get_rng_state()
+    _step(_model(), x, 3)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("axes, spatial", [({"w": 2}, {"w": -1}), ({"h": 2, "w": 2}, {"h": -2, "w": -1})])
+def test_masks_are_those_of_the_single_device(axes, spatial, reentrant):
+    size = torch.Size(axes.values()).numel()
+    run_ranks(_equals_the_single_device, size, axes, spatial, torch.contiguous_format, reentrant)
+
+
+def test_masks_are_those_of_the_single_device_in_channels_last():
+    run_ranks(_equals_the_single_device, 2, {"w": 2}, {"w": -1}, torch.channels_last, None)
+
+
+def _seeded_apart():
+    x = torch.randn(3, 2, 7, 9, dtype=torch.float64)
+    single, model = _model(), torchtp.parallelize(_model(), _layout({"w": 2}, {"w": -1}))
+    expected = [_step(single, x, 0)[0], single(x).detach()]
+    rank = dist.get_rank()
+    outputs = [_step(model, x, rank)[0], model(x).full_tensor().detach()]
+    torch.testing.assert_close(outputs, expected, rtol=1e-10, atol=1e-10)
+    assert not torch.equal(outputs[0], outputs[1])
+    torch.manual_seed(rank)
+    model.eval()
+    model(x)
+    mine = torch.get_rng_state()
+    torch.manual_seed(rank)
+    assert torch.equal(mine, torch.get_rng_state())
+
+
+def test_ranks_seeded_apart_agree_on_masks():
+    run_ranks(_seeded_apart, 2)
+
+
+def _data_ranks(seeded_apart):
+    layout = _layout({"dp": 2, "w": 2}, {"w": -1}, "dp")
+    model = torchtp.parallelize(_model(), layout, output="full")
+    x = torch.randn(3, 2, 7, 9, dtype=torch.float64)
+    torch.manual_seed(dist.get_rank() if seeded_apart else 0)
+    outputs = [model(x).detach() for _ in range(2)]
+    assert not torch.equal(outputs[0], outputs[1])
+    return layout.data_rank, outputs
+
+
+@pytest.mark.parametrize("seeded_apart", [False, True])
+def test_data_ranks_differ_in_masks_and_their_spatial_ranks_agree(seeded_apart):
+    results = run_ranks(_data_ranks, 4, seeded_apart)
+    first, second = ([outputs for data_rank, outputs in results if data_rank == which] for which in (0, 1))
+    for step in range(2):
+        assert torch.equal(first[0][step], first[1][step]) and torch.equal(second[0][step], second[1][step])
+        assert not torch.equal(first[0][step], second[0][step])
