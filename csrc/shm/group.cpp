@@ -158,10 +158,18 @@ std::byte* Group::peer_heap(int rank, size_t num_bytes) const {
 }
 
 std::byte* Group::heap(int rank) const { return segment_->heap(rank); }
-std::byte* Group::allocate(size_t num_bytes) { return heap_->allocate(num_bytes); }
-void Group::free(std::byte* pointer) { heap_->free(pointer); }
 bool Group::owns(const void* pointer, size_t num_bytes) const { return heap_->owns(pointer, num_bytes); }
 size_t Group::allocated_bytes() const { return heap_->allocated_bytes(); }
+
+// A forked child has a copy of the heap's books but the same memory: it must neither take nor give back any.
+std::byte* Group::allocate(size_t num_bytes) {
+  if (getpid() != process_) throw Error("a forked child cannot allocate from the shared heap of its parent's group");
+  return heap_->allocate(num_bytes);
+}
+
+void Group::free(std::byte* pointer) {
+  if (getpid() == process_) heap_->free(pointer);
+}
 
 int64_t Group::heap_offset(const void* pointer, size_t num_bytes) const {
   return owns(pointer, num_bytes) ? static_cast<const std::byte*>(pointer) - heap(rank_) : -1;

@@ -206,6 +206,20 @@ void freed_pages_go_back() {
   });
 }
 
+void the_environment_sizes_heaps() {
+  GroupOptions options = small();
+  options.heap_bytes = 0;
+  setenv("TORCHTP_HEAP_BYTES", "1000000", 1);
+  run_threads(2, [&](Bootstrap& bootstrap) {
+    CHECK_EQUAL(Group::create(bootstrap, options)->heap_bytes(), size_t{1'003'520});  // whole pages
+  });
+  setenv("TORCHTP_HEAP_BYTES", "1G", 1);
+  run_threads(2, [&](Bootstrap& bootstrap) {
+    CHECK_CONTAINS(error_of([&] { Group::create(bootstrap, options); }), "must be a number of bytes");
+  });
+  unsetenv("TORCHTP_HEAP_BYTES");
+}
+
 void host_identity_is_stable() { CHECK(host_identity() == host_identity() && host_identity().size() > 20); }
 
 }  // namespace
@@ -223,6 +237,7 @@ int main() {
       {"peers see what lies in a heap", peers_see_what_lies_in_a_heap},
       {"heap blocks are apart and come back", heap_blocks_are_apart_and_come_back},
       {"freed pages go back", freed_pages_go_back},
+      {"the environment sizes heaps", the_environment_sizes_heaps},
       {"host identity is stable", host_identity_is_stable},
   });
 }

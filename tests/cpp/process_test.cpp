@@ -115,15 +115,28 @@ void a_forked_child_does_not_hide_a_death() {
 
 void a_forked_child_is_not_the_rank() {
   run_processes(2, [](Bootstrap& bootstrap) {
-    auto group = make(bootstrap);
+    GroupOptions options;
+    options.heap_bytes = size_t{256} << 20;
+    auto group = Group::create(bootstrap, options);
+    constexpr size_t kBytes = size_t{100} << 20;  // so much that freeing gives pages back
+    std::byte* const block = group->allocate(kBytes);
+    block[kBytes / 2] = std::byte{77};
     const pid_t child = fork();
     if (child == 0) {
+      bool refused = false;
+      try {
+        group->allocate(1);
+      } catch (const torchtp::Error&) {
+        refused = true;
+      }
+      group->free(block);
       group.reset();
-      _exit(0);
+      _exit(refused ? 0 : 1);
     }
     int status = -1;
     waitpid(child, &status, 0);
     CHECK_EQUAL(status, 0);
+    CHECK(block[kBytes / 2] == std::byte{77});
     for (uint64_t round = 1; round <= 10; ++round) group->round(step(round));
   });
 }
