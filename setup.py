@@ -52,7 +52,18 @@ def builds_cuda() -> bool:
     return torch.version.cuda is not None and nvcc_major() == torch.version.cuda.split(".")[0]
 
 
+def find_toolkit() -> None:
+    """Set CUDA_HOME from what nvcc says of itself: torch guesses from nvcc's path, which may be a script elsewhere."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return
+    told = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True, check=False)
+    if found := re.search(r"^#\$ _?TOP=(.+)$", told.stderr, re.M):
+        os.environ["CUDA_HOME"] = os.path.realpath(found.group(1).strip())
+
+
 def nvcc_major() -> str | None:
+    find_toolkit()
     from torch.utils.cpp_extension import CUDA_HOME
 
     nvcc = shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) if CUDA_HOME else shutil.which("nvcc")
@@ -68,10 +79,11 @@ def sources(*suffixes: str) -> list[str]:
 
 
 def build_arguments() -> dict[str, Any]:
+    cuda = builds_cuda()  # first: it sets CUDA_HOME, which torch reads when its builder is imported
+
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
-    cuda = builds_cuda()
     version = torch.__version__.split("+")[0]
     defines = [f'-DTORCHTP_BUILT_FOR_TORCH="{version}"']
     if cuda:
