@@ -24,7 +24,14 @@ struct SpatialGroup {
   std::shared_ptr<Traffic> traffic;
 };
 
+// kAuto: shared memory where the backend is torchtp, else point-to-point. kNone moves nothing, for benchmarks.
+enum class ExchangeKind { kAuto, kPointToPoint, kNone };
+
 // The group of that name in c10d's registry; throws what c10d throws when there is none.
 SpatialGroup spatial_group(const std::string& group_name);
+
+// How halos of that group travel from now on. Every rank of the group calls it at the same place, with nothing under
+// way.
+void set_exchange(const std::string& group_name, ExchangeKind kind);
 
 }  // namespace torchtp::backend

@@ -1,6 +1,8 @@
 // The Python module torchtp._C. Loading it registers the ops; its functions are what has no tensor in it.
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+
 #include "backend/exchanges.h"
 #include "bindings/backend.h"
 #include "core/interval.h"
@@ -21,6 +23,18 @@ PYBIND11_MODULE(_C, m) {
         return torchtp::backend::spatial_group(group_name).traffic->num_bytes.load();
       },
       pybind11::arg("group_name"));
+  m.def(
+      "set_exchange",
+      [](const std::string& group_name, const std::string& kind) {
+        using torchtp::backend::ExchangeKind;
+        static const std::map<std::string, ExchangeKind> kinds{{"auto", ExchangeKind::kAuto},
+                                                               {"point_to_point", ExchangeKind::kPointToPoint},
+                                                               {"none", ExchangeKind::kNone}};
+        const auto found = kinds.find(kind);
+        TORCH_CHECK_VALUE(found != kinds.end(), "set_exchange: kind is auto, point_to_point or none, not ", kind);
+        torchtp::backend::set_exchange(group_name, found->second);
+      },
+      pybind11::arg("group_name"), pybind11::arg("kind"));
 
   torchtp::bindings::bind_backend(m);
 }
