@@ -21,22 +21,27 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
+from torchtp.dtensor.registry import RULES, SPATIAL_RULES
 
 _state = threading.local()
 
-# These take their weights plain: their rules hand out gradients by the mean rule.
-_TAKES_PLAIN: set[Any] = {
-    *(getattr(F, name) for name in ("batch_norm", "layer_norm", "group_norm", "instance_norm")),
-    *(getattr(F, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
-    *(getattr(torch, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
-    *(getattr(torch, name) for name in ("convolution", "batch_norm", "layer_norm", "group_norm", "instance_norm")),
+# Functions and modules that take their parameters plain, by the aten op whose rule hands out gradients by the mean rule.
+_PLAIN_BY_RULE: dict[str, tuple[tuple[Any, ...], tuple[type, ...]]] = {
+    "convolution": (
+        (
+            *(getattr(F, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
+            *(getattr(torch, f"conv{kind}{n}d") for kind in ("", "_transpose") for n in (1, 2, 3)),
+            torch.convolution,
+        ),
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    ),
+    "native_batch_norm": ((F.batch_norm, torch.batch_norm), (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
+    "native_layer_norm": ((F.layer_norm, torch.layer_norm), (nn.LayerNorm,)),
+    "native_group_norm": ((F.group_norm, torch.group_norm), (nn.GroupNorm,)),
 }
-# Modules that only ever hand their parameters to those.
-_KEEPS_PLAIN = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-)  # fmt: skip
+_ruled = [_PLAIN_BY_RULE[name] for name in _PLAIN_BY_RULE if f"aten::{name}" in RULES | SPATIAL_RULES]
+_TAKES_PLAIN = {function for functions, _ in _ruled for function in functions}
+_KEEPS_PLAIN = {module for _, modules in _ruled for module in modules}  # hand their parameters to nothing else
 
 
 class Lazy(torch.Tensor):
