@@ -8,6 +8,9 @@
 #define CUT "int[] cut_dims, int[] cut_extents, str[] cut_groups"
 #define CONVOLUTION \
   "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
+#define MAX_POOL "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
+#define AVG_POOL \
+  "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor_override"
 
 TORCH_LIBRARY(torchtp, m) {
   // begins[r], ends[r]: the rows rank r wants; beyond [0, extent) they are `fill`.
@@ -21,4 +24,11 @@ TORCH_LIBRARY(torchtp, m) {
   m.def("convolution(Tensor input, Tensor weight, Tensor? bias, " CONVOLUTION ", " CUT ") -> Tensor");
   m.def("convolution_backward(Tensor grad_output, Tensor input, Tensor weight, " CONVOLUTION
         ", bool[3] output_mask, " CUT ") -> (Tensor, Tensor, Tensor)");
+
+  // Indices are flat ones of the global plane; input_sizes are local.
+  m.def("max_pool(Tensor input, " MAX_POOL ", " CUT ") -> (Tensor, Tensor)");
+  m.def("max_pool_backward(Tensor grad_output, Tensor indices, int[] input_sizes, " MAX_POOL ", " CUT ") -> Tensor");
+  m.def("max_pool_gather(Tensor input, Tensor indices, " MAX_POOL ", " CUT ") -> Tensor");
+  m.def("avg_pool(Tensor input, " AVG_POOL ", " CUT ") -> Tensor");
+  m.def("avg_pool_backward(Tensor grad_output, int[] input_sizes, " AVG_POOL ", " CUT ") -> Tensor");
 }

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/host_device.h"
+
+namespace torchtp::kernels {
+
+// Flat indices of a plane of up to three dims (leading ones 1) that is a frame of rows of a larger, global plane.
+struct PoolIndex {
+  int64_t frame[3], global[3];  // extents
+  int64_t begin[3];             // global coordinate of the frame's first row; negative: padding lies in the frame
+  int64_t dilation[3];
+
+  // Where PyTorch says the maximum is. A window of nothing but -inf answers with its first tap, which must not be
+  // padding.
+  TORCHTP_HOST_DEVICE int64_t to_global(int64_t index) const {
+    const int64_t rest = index / frame[2];
+    const int64_t at[3] = {rest / frame[1], rest % frame[1], index % frame[2]};
+    int64_t out = 0;
+    for (int i = 0; i < 3; ++i) {
+      int64_t x = at[i] + begin[i];
+      if (x < 0) x += (-x + dilation[i] - 1) / dilation[i] * dilation[i];
+      out = out * global[i] + x;
+    }
+    return out;
+  }
+
+  TORCHTP_HOST_DEVICE int64_t to_frame(int64_t index) const {
+    const int64_t rest = index / global[2];
+    const int64_t at[3] = {rest / global[1] - begin[0], rest % global[1] - begin[1], index % global[2] - begin[2]};
+    return (at[0] * frame[1] + at[1]) * frame[2] + at[2];
+  }
+};
+
+// `batches` times `channels` planes of `outputs` windows over planes of `inputs` elements (the frame). Channels lie
+// innermost or planes do.
+struct MaxPoolParams {
+  int64_t batches, channels, outputs, inputs;
+  bool channels_last;
+  PoolIndex index;
+};
+
+// Work is cut over all planes, batches * channels of them; each call does planes [begin, end).
+// indices[i] = to_global(indices[i]) for i in [begin, end).
+void max_pool_to_global_cpu(int64_t* indices, const PoolIndex& index, int64_t begin, int64_t end);
+// grad_frame (zeros) += grad_output at indices (global). Accumulates in A.
+template <typename T, typename A>
+void max_pool_scatter_cpu(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
+                          int64_t begin, int64_t end);
+// out = frame at indices (global).
+template <typename T>
+void max_pool_gather_cpu(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params, int64_t begin,
+                         int64_t end);
+
+}  // namespace torchtp::kernels

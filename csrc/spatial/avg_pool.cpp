@@ -1,0 +1,111 @@
+#include "spatial/avg_pool.h"
+
+#include <ATen/ops/avg_pool2d.h>
+#include <ATen/ops/avg_pool2d_backward.h>
+#include <ATen/ops/avg_pool3d.h>
+#include <ATen/ops/avg_pool3d_backward.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+namespace torchtp::spatial {
+namespace {
+
+// Numbers of elements that the own windows of one spatial dim divide by. PyTorch counts padding, but not what a window
+// of ceil_mode has beyond it.
+std::vector<int64_t> counts(const PoolGeometry& geometry, int64_t index, bool count_include_pad) {
+  const Window window = geometry.window(index);
+  const int64_t extent = geometry.extent(index), padding = count_include_pad ? window.padding : 0;
+  std::vector<int64_t> out;
+  for (int64_t o = geometry.outputs(index).begin; o < geometry.outputs(index).end; ++o) {
+    const int64_t begin = window.stride * o - window.padding;
+    out.push_back(std::min(begin + window.kernel, extent + padding) - std::max(begin, -padding));
+  }
+  return out;
+}
+
+// The divisor of every own window: one number, or a tensor that broadcasts against the output.
+struct Divisors {
+  std::optional<int64_t> all;
+  at::Tensor each;
+};
+
+Divisors divisors(const PoolGeometry& geometry, const AvgPoolDivisor& divisor, const at::TensorOptions& options) {
+  if (divisor.override_by) return {divisor.override_by, {}};
+  at::Tensor each = at::ones({1}, at::TensorOptions().dtype(at::kDouble));
+  int64_t all = 1;
+  bool same = true;
+  for (int64_t i = 0; i < geometry.num_spatial(); ++i) {
+    const std::vector<int64_t> numbers = counts(geometry, i, divisor.count_include_pad);
+    all *= numbers[0];
+    same &= std::all_of(numbers.begin(), numbers.end(), [&](int64_t number) { return number == numbers[0]; });
+    std::vector<int64_t> shape(geometry.num_spatial(), 1);
+    shape[i] = static_cast<int64_t>(numbers.size());
+    const at::Tensor row = at::empty(shape, each.options());
+    std::copy(numbers.begin(), numbers.end(), row.mutable_data_ptr<double>());
+    each = at::mul(each, row);
+  }
+  if (same) return {all, {}};
+  return {std::nullopt, each.to(options.dtype(at::isReducedFloatingType(c10::typeMetaToScalarType(options.dtype()))
+                                                  ? at::kFloat
+                                                  : c10::typeMetaToScalarType(options.dtype())))};
+}
+
+// ATen's pooling of one row is the 2-D one.
+struct Local {
+  explicit Local(const PoolGeometry& geometry) : params(geometry.local()), one_dim(geometry.num_spatial() == 1) {
+    if (one_dim) params = {{1, params.kernel[0]}, {1, params.stride[0]}, {0, params.padding[0]}, {}, params.ceil_mode};
+  }
+  at::Tensor wide(const at::Tensor& tensor) const { return one_dim ? tensor.unsqueeze(-2) : tensor; }
+  at::Tensor narrow(const at::Tensor& tensor) const { return one_dim ? tensor.squeeze(-2) : tensor; }
+  PoolParams params;
+  bool one_dim;
+};
+
+at::Tensor pool(const PoolGeometry& geometry, const at::Tensor& frame, int64_t divisor) {
+  const Local local(geometry);
+  const PoolParams& p = local.params;
+  return local.narrow(
+      geometry.num_spatial() == 3
+          ? at::avg_pool3d(frame, p.kernel, p.stride, p.padding, p.ceil_mode, true, divisor)
+          : at::avg_pool2d(local.wide(frame), p.kernel, p.stride, p.padding, p.ceil_mode, true, divisor));
+}
+
+at::Tensor pool_backward(const PoolGeometry& geometry, const at::Tensor& dy, int64_t divisor) {
+  const Local local(geometry);
+  const PoolParams& p = local.params;
+  // Only its sizes and layout are looked at.
+  const at::Tensor frame = local.wide(at::empty(geometry.frame_sizes(), dy.options(), dy.suggest_memory_format()));
+  return local.narrow(
+      geometry.num_spatial() == 3
+          ? at::avg_pool3d_backward(dy, frame, p.kernel, p.stride, p.padding, p.ceil_mode, true, divisor)
+          : at::avg_pool2d_backward(local.wide(dy), frame, p.kernel, p.stride, p.padding, p.ceil_mode, true, divisor));
+}
+
+}  // namespace
+
+at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const AvgPoolDivisor& divisor,
+                    const std::vector<Cut>& cuts) {
+  TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool: divisor_override must not be 0");
+  const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
+  const at::Tensor frame = geometry.pull_frames(input, 0);
+  if (geometry.nothing()) return at::empty(geometry.output_sizes(), input.options(), input.suggest_memory_format());
+  const Divisors by = divisors(geometry, divisor, input.options());
+  const at::Tensor output = pool(geometry, frame, by.all.value_or(1));
+  return by.all ? output : output.div_(by.each);
+}
+
+at::Tensor avg_pool_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes, const PoolParams& params,
+                             const AvgPoolDivisor& divisor, const std::vector<Cut>& cuts) {
+  const PoolGeometry geometry("avg_pool_backward", input_sizes, params, cuts);
+  if (geometry.nothing()) return geometry.push_frames(at::zeros(geometry.frame_sizes(), grad_output.options()));
+  const Divisors by = divisors(geometry, divisor, grad_output.options());
+  const at::Tensor dy = by.all ? grad_output : grad_output.div(by.each).to(grad_output.scalar_type());
+  return geometry.push_frames(pool_backward(geometry, dy, by.all.value_or(1)));
+}
+
+}  // namespace torchtp::spatial
