@@ -37,7 +37,7 @@ def parallelize(module: Module, layout: Layout, *, output: Output = "dtensor", r
     Raises ValueError on all ranks where their parameters or, at a call, their images differ.
     """
     if output not in ("dtensor", "local", "full"):
-        raise ValueError(f'output is "dtensor", "local" or "full", but it is {output!r}')
+        raise ValueError(f'output is "dtensor", "local" or "full", but it is "{output}"')
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     _check_parameters(module, layout)

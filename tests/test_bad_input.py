@@ -1,0 +1,140 @@
+"""A mistake is the same clear error on every rank, whichever rank made it; nothing hangs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_layout, make_network
+from torch import nn
+
+import torchtp
+from torchtp.testing import run_ranks
+
+LIMIT = 40.0
+
+
+def _call(axes, make_input, train):
+    """What calling a model with `make_input(rank, layout)` raises."""
+    layout = make_layout(axes)
+    model = torchtp.parallelize(make_network("convnext", dtype=torch.float32), layout)
+    with torch.set_grad_enabled(train), pytest.raises((ValueError, RuntimeError)) as caught:
+        model(make_input(dist.get_rank(), layout))
+    # The group is as good as before.
+    model(torch.zeros(1, 2, 8, 8))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _other_shape(rank, layout):
+    return torch.zeros(1, 2, 8, 8 + (rank == 1))
+
+
+def _other_batch(rank, layout):
+    return torch.zeros(1 + (rank == 0), 2, 8, 8)
+
+
+def _other_dtype(rank, layout):
+    return torch.zeros(1, 2, 8, 8, dtype=torch.float64 if rank == 1 else torch.float32)
+
+
+def _other_number_of_dims(rank, layout):
+    return torch.zeros((2, 8, 8) if rank == 1 else (1, 2, 8, 8))
+
+
+def _no_tensor(rank, layout):
+    return None if rank == 1 else torch.zeros(1, 2, 8, 8)
+
+
+def _other_device(rank, layout):
+    return torch.zeros(1, 2, 8, 8, device="meta" if rank == 1 else "cpu")
+
+
+def _every_rank_other_device(rank, layout):
+    return torch.zeros(1, 2, 8, 8, device="meta")
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(
+    "axes, make_input, texts",
+    [
+        ({"w": 2}, _other_shape, ["(1, 2, 8, 8)", "rank 1 has an image of shape (1, 2, 8, 9)"]),
+        (
+            {"w": 2},
+            _other_batch,
+            ["rank 0 has an image of shape (2, 2, 8, 8)", "rank 1 has an image of shape (1, 2, 8, 8)"],
+        ),
+        ({"w": 2}, _other_dtype, ["torch.float32", "torch.float64"]),
+        ({"w": 2}, _other_number_of_dims, ["(1, 2, 8, 8)", "(2, 8, 8)"]),
+        ({"w": 2}, _no_tensor, ["rank 1 has no tensor"]),
+        ({"w": 2}, _other_device, ["on meta can't be cut over a mesh of cpu devices", "(on rank 1)"]),
+        ({"w": 2}, _every_rank_other_device, ["on meta can't be cut"]),
+        ({"h": 2, "w": 2}, _other_shape, ["rank 1 has an image of shape (1, 2, 8, 9)"]),
+    ],
+)
+def test_ranks_that_disagree(axes, make_input, texts, train):
+    errors = run_ranks(_call, torch.Size(axes.values()).numel(), axes, make_input, train, timeout=LIMIT)
+    assert len(set(errors)) == 1
+    for text in texts:
+        assert text in errors[0]
+
+
+def _one_data_rank():
+    layout = make_layout({"dp": 2, "w": 2})
+    model = torchtp.parallelize(make_network("convnext", dtype=torch.float32), layout)
+    with pytest.raises(ValueError) as caught:
+        model(_other_shape(dist.get_rank(), layout))
+    model(torch.zeros(1 + layout.data_rank, 2, 8, 8))  # data ranks may have different numbers of images
+    return str(caught.value)
+
+
+def test_in_training_the_other_data_ranks_are_told():
+    errors = run_ranks(_one_data_rank, 4, timeout=LIMIT)
+    assert len(set(errors)) == 1 and "rank 1 has an image of shape (1, 2, 8, 9)" in errors[0]
+
+
+def _wrong_parameter_dtype():
+    layout = make_layout({"w": 2})
+    model = torchtp.parallelize(make_network("convnext", dtype=torch.float32), layout)
+    with pytest.raises((ValueError, RuntimeError), match="(?i)dtype|type"):
+        model(torch.zeros(1, 2, 8, 8, dtype=torch.float64))
+    model(torch.zeros(1, 2, 8, 8))
+
+
+def test_an_image_of_another_dtype_than_the_parameters():
+    run_ranks(_wrong_parameter_dtype, 2, timeout=LIMIT)
+
+
+def _different_modules(which):
+    layout = make_layout({"w": 2})
+    if which == "shape":
+        module = nn.Conv2d(2, 3 + dist.get_rank(), 3)
+    elif which == "number":
+        module = nn.Conv2d(2, 3, 3, bias=dist.get_rank() == 0)
+    else:
+        module = nn.Conv2d(2, 3, 3, device="meta" if dist.get_rank() == 0 else "cpu")
+    with pytest.raises(ValueError) as caught:
+        torchtp.parallelize(module, layout)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "which, text",
+    [
+        ("shape", "rank 1 has ('weight', torch.Size([4, 2, 3, 3]), torch.float32)"),
+        ("number", "rank 1 has nothing there"),
+        ("device", "weight lives on meta, but the mesh is one of cpu devices"),
+    ],
+)
+def test_modules_that_differ(which, text):
+    first, second = run_ranks(_different_modules, 2, which, timeout=LIMIT)
+    assert first == second and text in first
+
+
+def _misuse():
+    layout = make_layout({"w": 2})
+    with pytest.raises(ValueError, match='output is "dtensor", "local" or "full", but it is "tile"'):
+        torchtp.parallelize(nn.Conv2d(1, 1, 1), layout, output="tile")
+    with pytest.raises(ValueError, match="torchtp.parallelize was called on"), torchtp.no_sync(nn.Conv2d(1, 1, 1)):
+        pass
+
+
+def test_misuse():
+    run_ranks(_misuse, 2, timeout=LIMIT)
