@@ -5,6 +5,7 @@
 
 #include "backend/exchanges.h"
 #include "bindings/backend.h"
+#include "bindings/gradients.h"
 #include "core/interval.h"
 
 PYBIND11_MODULE(_C, m) {
@@ -37,4 +38,5 @@ PYBIND11_MODULE(_C, m) {
       pybind11::arg("group_name"), pybind11::arg("kind"));
 
   torchtp::bindings::bind_backend(m);
+  torchtp::bindings::bind_gradients(m);
 }

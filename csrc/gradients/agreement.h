@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "gradients/collective.h"
+#include "gradients/options.h"
+
+namespace torchtp::gradients {
+
+// Collective. Throws the same error on every rank unless all have the same parameters (names, shapes, dtypes, kind of
+// device, strides) in the same order and the same options.
+void check_agreement(const Collective& collective, const std::vector<at::Tensor>& parameters,
+                     const std::vector<std::string>& names, const Options& options);
+
+}  // namespace torchtp::gradients

@@ -1,0 +1,93 @@
+#include "gradients/hooks.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <utility>
+
+namespace torchtp::gradients {
+namespace {
+
+using torch::autograd::variable_list;
+
+class BeforeAccumulation : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeAccumulation(std::weak_ptr<Listener> listener) : listener_(std::move(listener)) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto listener = listener_.lock()) listener->before_accumulation();
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<Listener> listener_;
+};
+
+class AfterAccumulation : public torch::autograd::FunctionPostHook {
+ public:
+  AfterAccumulation(std::weak_ptr<Listener> listener, size_t index) : listener_(std::move(listener)), index_(index) {}
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+    if (const auto listener = listener_.lock()) listener->after_accumulation(index_);
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<Listener> listener_;
+  size_t index_;
+};
+
+// The engine drops its callbacks unrun when the backward throws.
+class EndOfBackward {
+ public:
+  explicit EndOfBackward(std::weak_ptr<Listener> listener) : listener_(std::move(listener)) {}
+  EndOfBackward(const EndOfBackward&) = delete;
+  EndOfBackward& operator=(const EndOfBackward&) = delete;
+  ~EndOfBackward() {
+    if (ran_) return;
+    if (const auto listener = listener_.lock()) listener->abandoned_backward();
+  }
+  void run() {
+    ran_ = true;
+    // A node is being evaluated on this thread: that of the outer backward.
+    const bool nested = static_cast<bool>(torch::autograd::get_current_node());
+    if (const auto listener = listener_.lock()) listener->end_of_backward(nested);
+  }
+
+ private:
+  std::weak_ptr<Listener> listener_;
+  bool ran_ = false;
+};
+
+}  // namespace
+
+Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener) {
+  Accumulator accumulator = torch::autograd::impl::grad_accumulator(parameter);
+  accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(listener));
+  accumulator->add_post_hook(std::make_unique<AfterAccumulation>(listener, index));
+  return accumulator;
+}
+
+void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& listener) {
+  if (!output.requires_grad()) return;
+  output.register_hook([listener](const at::Tensor&) {
+    if (const auto alive = listener.lock()) alive->before_output();
+  });
+}
+
+bool accumulates_into(const std::vector<Accumulator>& accumulators) {
+  const auto* planned = torch::autograd::get_current_graph_task_exec_info();
+  if (!planned || planned->empty()) return true;  // a plain backward(): everything it reaches
+  for (const Accumulator& accumulator : accumulators) {
+    const auto found = planned->find(accumulator.get());
+    if (found != planned->end() && found->second.needed_) return true;
+  }
+  return false;
+}
+
+void begin_backward(const std::weak_ptr<Listener>& listener) {
+  auto end = std::make_shared<EndOfBackward>(listener);
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
+}
+
+}  // namespace torchtp::gradients

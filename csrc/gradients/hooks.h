@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torchtp::gradients {
+
+// What autograd tells its listener, from whichever thread it runs on.
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  virtual void before_accumulation() = 0;                 // a gradient is about to be added to some parameter's
+  virtual void before_output() = 0;                       // a gradient is about to flow into a watched output
+  virtual void after_accumulation(size_t parameter) = 0;  // it has been
+  // The backward that begin_backward() was called in is over; `nested`: inside another backward.
+  virtual void end_of_backward(bool nested) = 0;
+  virtual void abandoned_backward() noexcept = 0;  // it has thrown
+};
+
+// The node that adds to a parameter's gradient; alive as long as somebody holds it. Its type differs between versions.
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+// Has `listener` told of every gradient added to `parameter`, after Python's own post-accumulate hooks, for as long as
+// the listener lives and the accumulator is held.
+Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener);
+
+// Has `listener` told when a gradient flows into `output`.
+void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& listener);
+
+// Within a backward: whether it may add to gradients of parameters; torch.autograd.grad() does not.
+bool accumulates_into(const std::vector<Accumulator>& accumulators);
+
+// Within a backward: promises `listener` one of end_of_backward and abandoned_backward.
+void begin_backward(const std::weak_ptr<Listener>& listener);
+
+}  // namespace torchtp::gradients

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "gradients/bucket.h"
+#include "gradients/collective.h"
+#include "gradients/hooks.h"
+#include "gradients/options.h"
+#include "gradients/statistics.h"
+
+namespace torchtp::gradients {
+
+// Makes every gradient its mean over the ranks before backward() returns. See NOTE [passes].
+//
+// NOTE [passes]
+// A pass is one backward that reaches a parameter. Every pass of every rank reduces every bucket, in order of number,
+// so that the ranks need not agree on what happened; what a rank's .grad holds takes part, touched or not: the mean of
+// something already reduced is itself, so accumulation, before or after a reduction, needs no bookkeeping.
+//  - The first pass only notes the order in which gradients come. At its end rank 0's order is broadcast, buckets are
+//    planned and reduced.
+//  - In later passes a bucket starts as soon as it and those before it are complete; the others at the end.
+//  - A backward that throws starts its remaining buckets with the mark "failed", so that no rank waits for ever; ranks
+//    whose own backward did not throw raise then. It is waited for before anything is added to a gradient again.
+class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
+ public:
+  // Collective. Parameters are plain leaf tensors, each once.
+  static std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options);
+  // Deaf: create() gives one that listens.
+  Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+          const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options);
+
+  // While off, gradients stay this rank's own and accumulate.
+  void set_sync(bool on);
+  bool sync() const;
+  // Before forward: waits for what a failed backward left under way.
+  void prepare();
+  // A backward through `output` is a pass even if it reaches no parameter on this rank.
+  void watch(const at::Tensor& output);
+
+  void record(bool on);
+  void reset_statistics();
+  Statistics statistics() const;
+  std::vector<Event> events() const;
+  std::vector<std::vector<std::string>> bucket_names() const;
+  // Whether bucket `index` holds the gradient's memory.
+  bool holds_gradient(size_t parameter) const;
+
+  void before_accumulation() override;
+  void before_output() override;
+  void after_accumulation(size_t parameter) override;
+  void end_of_backward(bool nested) override;
+  void abandoned_backward() noexcept override;
+
+ private:
+  struct Parameter {
+    at::Tensor tensor;
+    std::string name;
+    Accumulator accumulator;  // none while frozen
+    size_t bucket = 0;
+    size_t slot = 0;
+    bool ready = false;
+    at::Tensor with_graph;  // what backward(create_graph=True) gave, if its graph goes on
+  };
+
+  // All of these with mutex_ held.
+  void begin();
+  void settle();
+  void plan();
+  void stow(Parameter& parameter);
+  void start_ready();
+  void start(size_t bucket, bool failed);
+  void start_rest(bool failed);
+  void finish();
+  void hand_out(Parameter& parameter);
+  void note(Event::Kind kind, size_t index);
+  void measure(int64_t end_of_backward);
+  at::Tensor& gradient(Parameter& parameter) { return parameter.tensor.mutable_grad(); }
+
+  const Collective collective_;
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::vector<Parameter> parameters_;
+  std::vector<Bucket> buckets_;
+  std::vector<std::vector<size_t>> members_;  // parameters of each bucket, by slot
+  std::vector<size_t> num_missing_;           // of each bucket in this pass
+  std::vector<int64_t> order_;                // of the first pass
+  size_t next_bucket_ = 0;
+  bool sync_ = true;
+  bool in_pass_ = false;
+  bool failed_ = false;  // a failed pass is not settled yet
+  bool records_ = false;
+  Statistics statistics_;
+  std::vector<Event> events_;
+};
+
+}  // namespace torchtp::gradients

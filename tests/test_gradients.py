@@ -1,0 +1,234 @@
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtp.gradients import GradientReducer
+from torchtp.testing import run_ranks
+
+
+class Net(nn.Module):
+    """Convolutions (one channels_last), a norm, a tied and a frozen weight, parameters that some passes leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.GroupNorm(1, 5)
+        self.scale = nn.Parameter(torch.rand(5, 1, 1))
+        self.mix = nn.Conv2d(5, 5, 1)
+        self.extra = nn.Linear(5, 5)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(5, 3)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x, extra=True):
+        x = self.norm(self.stem(x)).relu() * self.scale
+        x = self.mix(self.mix(x).tanh()).mean((2, 3))
+        if extra:
+            x = x + self.extra(x)
+        return self.frozen(self.head(x))
+
+
+def _net(dtype=torch.float64):
+    torch.manual_seed(1)
+    return Net().to(dtype)
+
+
+def _batch(step, rank, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, 2, 6, 7, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _loss(output):
+    return (output - 1).square().mean()
+
+
+def _small(model, **options):
+    options = {"bucket_bytes": 300, "first_bucket_bytes": 100} | options
+    return GradientReducer(model, **options)
+
+
+def _mean_gradients(model, inputs, loss=_loss):
+    """The reference: one process, the mean of the ranks' losses."""
+    model.zero_grad(set_to_none=True)
+    torch.stack([loss(model(x)) for x in inputs]).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _difference(model, wanted):
+    """Largest relative difference of a model's gradients; both sides have the same ones."""
+    got = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert set(got) == set(wanted), set(got) ^ set(wanted)
+    scale = max(g.abs().max() for g in wanted.values())
+    return max(((got[name] - wanted[name]).abs().max() / scale).item() for name in wanted)
+
+
+def _train(wrap, make_optimizer, set_to_none, clip, steps=5):
+    model = _net()
+    run = wrap(model)
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        _loss(run(_batch(step, dist.get_rank()))).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def _sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def _ddp(model):
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def _reduced(model):
+    model.reducer = _small(model)
+    return model
+
+
+def _train_both(optimizer, set_to_none, clip):
+    ours = _train(_reduced, optimizer, set_to_none, clip)
+    theirs = _train(_ddp, optimizer, set_to_none, clip)
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "torchtp")])
+@pytest.mark.parametrize("optimizer", [_sgd, _adamw])
+@pytest.mark.parametrize(("set_to_none", "clip"), [(True, False), (False, True)])
+def test_five_steps_equal_stock_ddp(size, backend, optimizer, set_to_none, clip):
+    assert max(run_ranks(_train_both, size, optimizer, set_to_none, clip, backend=backend)) < 1e-12
+
+
+def _gradients(steps, set_to_none):
+    model, reference = _net(), _net()
+    reducer = _small(model)
+    differences = []
+    for step in range(steps):
+        model.zero_grad(set_to_none=set_to_none)
+        _loss(model(_batch(step, dist.get_rank()))).backward()
+        wanted = _mean_gradients(reference, [_batch(step, rank) for rank in range(dist.get_world_size())])
+        differences.append(_difference(model, wanted))
+    strides = model.stem.weight.grad.stride() == model.stem.weight.stride()
+    held = [reducer.holds(name) for name in wanted]
+    return differences, strides, held, reducer.buckets
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "torchtp"), (4, "torchtp")])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradient_is_the_mean_and_lies_in_its_bucket(size, backend, set_to_none):
+    results = run_ranks(_gradients, size, 3, set_to_none, backend=backend)
+    for differences, strides, held, buckets in results:
+        assert max(differences) < 1e-12
+        assert strides and all(held)
+        assert buckets == results[0][3]
+    buckets = results[0][3]
+    assert len(buckets) > 3
+    # In the order of backward: the head first, what got no gradient last.
+    assert buckets[0][0].startswith("head.")
+    assert {"unused.weight", "frozen.bias"} <= {name for names in buckets[-3:] for name in names}
+
+
+def _order_log():
+    model = _net()
+    reducer = _small(model)
+    _loss(model(_batch(0, dist.get_rank()))).backward()
+    reducer.record()
+    model.zero_grad()
+    _loss(model(_batch(1, dist.get_rank()))).backward()
+    return reducer.events, reducer.statistics, [len(names) for names in reducer.buckets]
+
+
+def test_buckets_leave_while_backward_runs():
+    for events, statistics, sizes in run_ranks(_order_log, 2, backend="torchtp"):
+        last_ready = max(i for i, event in enumerate(events) if event[0] == "ready")
+        starts = [event[1] for event in events if event[0] == "start"]
+        early = [event[1] for event in events[:last_ready] if event[0] == "start"]
+        assert starts == list(range(len(sizes)))
+        assert 0 in early and len(early) >= 3
+        # The first one leaves as soon as its last gradient is there.
+        first = events.index(("start", 0))
+        assert sum(event[0] == "ready" for event in events[:first]) == sizes[0]
+        assert statistics.num_backwards == 2 and statistics.num_buckets == len(sizes)
+        assert 0 <= statistics.hidden_seconds <= statistics.communication_seconds
+
+
+def _accumulate(no_sync, on_top):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = _net(), _net()
+    reducer = _small(model)
+    worst = 0.0
+    for round_ in range(2):
+        model.zero_grad()
+        steps = [3 * round_, 3 * round_ + 1, 3 * round_ + 2]
+        for i, step in enumerate(steps):
+            last = i == len(steps) - 1
+            with reducer.no_sync() if no_sync and not last else contextlib.nullcontext():
+                _loss(model(_batch(step, rank), extra=i == 0)).backward()
+        if on_top:
+            # On top of what is already global, once without and once with synchronisation.
+            with reducer.no_sync():
+                _loss(model(_batch(50, rank))).backward()
+            _loss(model(_batch(51, rank))).backward()
+            steps += [50, 51]
+        reference.zero_grad()
+        for i, step in enumerate(steps):
+            for r in range(size):
+                (_loss(reference(_batch(step, r), extra=i in (0, 3, 4))) / size).backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        worst = max(worst, _difference(model, wanted))
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("on_top", [True, False])
+def test_accumulation_is_right_before_and_after_reduction(size, no_sync, on_top):
+    assert max(run_ranks(_accumulate, size, no_sync, on_top)) < 1e-12
+
+
+def _unused_on_some_ranks():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, reference = _net(), _net()
+    reducer = _small(model)
+    worst = 0.0
+    for step in range(4):
+        model.zero_grad()
+        _loss(model(_batch(step, rank), extra=(rank + step) % 2 == 0)).backward()
+        reference.zero_grad()
+        for r in range(size):
+            (_loss(reference(_batch(step, r), extra=(r + step) % 2 == 0)) / size).backward()
+        wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+        worst = max(worst, _difference(model, wanted))
+    assert reducer.statistics.num_backwards == 4
+    return worst
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_without_gradient_on_some_ranks_count_as_zero(size):
+    assert max(run_ranks(_unused_on_some_ranks, size)) < 1e-12
+
+
+def _only_some_ranks_reach_a_parameter():
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    reducer = GradientReducer(model)
+    for _ in range(2):
+        model.zero_grad()
+        x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+        output = model(x) if rank == 0 else x * 2
+        reducer.watch(output)
+        output.sum().backward()
+    return model.bias.grad.tolist()
+
+
+def test_a_watched_output_reduces_where_no_parameter_is_reached():
+    assert run_ranks(_only_some_ranks_reach_a_parameter, 2) == [[0.5, 0.5]] * 2

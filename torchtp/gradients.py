@@ -1,0 +1,229 @@
+"""Gradients that are global when `backward()` returns: one bucketed allreduce, under way while backward still runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtp import _C
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a reducer observed; the times only while `GradientReducer.record` is on.
+
+    `communication_seconds`: at least one bucket was under way; `hidden_seconds`: of these, while backward still ran.
+    """
+
+    num_backwards: int
+    num_buckets: int
+    num_bytes: int
+    communication_seconds: float
+    hidden_seconds: float
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Part of the communication that backward hid; 0 where nothing was measured."""
+        return self.hidden_seconds / self.communication_seconds if self.communication_seconds else 0.0
+
+
+class GradientReducer:
+    """Makes `p.grad` of every parameter its mean over the ranks of `group` by the time `backward()` returns.
+
+    `parameters` is a module, or an iterable of parameters or of (name, parameter); every parameter is a plain dense
+    leaf of any shape, dtype and strides; frozen ones are left alone. All ranks pass the same ones in the same order.
+    From the second backward on `p.grad` is a view of a bucket of at least `bucket_bytes` (the first bucket:
+    `first_bucket_bytes`); on the backend torchtp the bucket lies in memory that all ranks share. `compression`
+    ("none", "fp16", "bf16") is what fp32 and fp64 gradients travel as. With `average=False` the sum is taken instead of
+    the mean; then gradients must be zeroed between two backwards.
+
+    Whatever a rank holds in `p.grad` takes part: gradients accumulated under `no_sync`, or on top of already reduced
+    ones; a parameter without gradient on some ranks counts as zero there, and keeps `grad` None if it has none anywhere.
+
+    Raises ValueError on every rank if the ranks' parameters or options differ, TypeError for a DTensor or a sparse
+    parameter. `backward()` raises if a gradient cannot be reduced or if the backward of another rank raised.
+    """
+
+    def __init__(
+        self,
+        parameters: torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = 25 * _MIB,
+        first_bucket_bytes: int = _MIB,
+        compression: str = "none",
+        average: bool = True,
+    ):
+        self.group = group if group is not None else dist.group.WORLD
+        if self.group is None:
+            raise ValueError("gradients: there is no process group; call init_process_group first or pass `group`")
+        named = _named(parameters)
+        self.names = [name for name, _ in named]
+        self._reducer = _C.Reducer(
+            [parameter for _, parameter in named],
+            self.names,
+            self.group.group_name,
+            bucket_bytes,
+            first_bucket_bytes,
+            compression,
+            average,
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside it leaves gradients this rank's own; the next one outside reduces what has accumulated."""
+        before, self._reducer.sync = self._reducer.sync, False
+        try:
+            yield
+        finally:
+            self._reducer.sync = before
+
+    def prepare(self) -> None:
+        """Call before forward if backward may fail: waits for what a failed backward left under way."""
+        self._reducer.prepare()
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Make a backward through `output` reduce even on a rank where it reaches no parameter."""
+        self._reducer.watch(output)
+
+    def record(self, on: bool = True) -> None:
+        """Measure times and keep the events of the last backward from now on, or stop to."""
+        self._reducer.record(on)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was observed since the reducer was made, or since `reset_statistics`."""
+        return Statistics(**self._reducer.statistics())  # type: ignore[arg-type]
+
+    def reset_statistics(self) -> None:
+        self._reducer.reset_statistics()
+
+    @property
+    def events(self) -> list[tuple[str, int]]:
+        """The last backward while recording: ("ready", parameter), ("start" or "done", bucket), ("end_of_backward", 0)."""
+        return self._reducer.events()
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """Names of the parameters of each bucket, in the order in which buckets leave; empty before the first backward."""
+        return self._reducer.bucket_names()
+
+    def holds(self, name: str) -> bool:
+        """Whether the gradient of that parameter lies in its bucket."""
+        return self._reducer.holds_gradient(self.names.index(name))
+
+
+def _named(parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """(name, parameter) of every parameter, tied ones once."""
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.named_parameters()
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for index, item in enumerate(parameters):
+        name, parameter = item if isinstance(item, tuple) else (f"parameter {index}", item)
+        named.setdefault(id(parameter), (name, parameter))
+    return list(named.values())
+
+
+def broadcast_parameters(
+    source: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    group: dist.ProcessGroup | None = None,
+    root: int = 0,
+) -> None:
+    """Overwrite the tensors of a module (parameters and buffers), a state_dict or named tensors by those of rank `root` of `group`.
+
+    Tensors of the same dtype and device travel together. Raises ValueError on every rank if shapes or dtypes differ.
+    """
+    if isinstance(source, torch.nn.Module):
+        items: Iterable[tuple[str, Any]] = [*source.named_parameters(), *source.named_buffers()]
+    else:
+        items = source.items() if isinstance(source, Mapping) else source
+    named = [(name, value) for name, value in items if isinstance(value, torch.Tensor)]
+    shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in named]
+    _check_same(shapes, group, "broadcast_parameters", "tensors")
+    _broadcast([value for _, value in named], group, root)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None, root: int = 0
+) -> None:
+    """Overwrite an optimizer's state and hyperparameters by those of rank `root` of `group`, also where it has none yet."""
+    state = optimizer.state_dict()
+    tensors: list[torch.Tensor] = []
+    if dist.get_rank(group) == root:
+        skeleton = [_without_tensors(state, tensors)]
+    else:
+        skeleton = [None]
+    dist.broadcast_object_list(skeleton, group=group, group_src=root)
+    if dist.get_rank(group) != root:
+        devices = [p.device for g in optimizer.param_groups for p in g["params"]]
+        state = _with_tensors(skeleton[0], tensors, devices[0] if devices else torch.device("cpu"))
+    _broadcast(tensors, group, root)
+    if dist.get_rank(group) != root:
+        optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Stands for a tensor in a state that travels as an object."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _without_tensors(state: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(state, torch.Tensor) and state.dim() > 0:  # counters travel as objects
+        tensors.append(state)
+        return _Hole(tuple(state.shape), tuple(state.stride()), state.dtype, state.device.type == "cpu")
+    if isinstance(state, dict):
+        return {key: _without_tensors(value, tensors) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_without_tensors(value, tensors) for value in state)
+    return state
+
+
+def _with_tensors(state: Any, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    if isinstance(state, _Hole):
+        place = torch.device("cpu") if state.on_cpu else device
+        tensors.append(torch.empty_strided(state.shape, state.stride, dtype=state.dtype, device=place))
+        return tensors[-1]
+    if isinstance(state, dict):
+        return {key: _with_tensors(value, tensors, device) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_with_tensors(value, tensors, device) for value in state)
+    return state
+
+
+def _check_same(mine: Any, group: dist.ProcessGroup | None, caller: str, what: str) -> None:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    for rank, theirs in enumerate(gathered):
+        if theirs == gathered[0]:
+            continue
+        first, other = next(
+            ((a, b) for a, b in zip(gathered[0], theirs, strict=False) if a != b), (len(gathered[0]), len(theirs))
+        )
+        raise ValueError(
+            f"{caller}: all ranks must pass the same {what}, but rank 0 has {first} where rank {rank} has {other}; "
+            "build the same model on every rank"
+        )
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, root: int) -> None:
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+        dist.broadcast(flat, group=group, group_src=root)
+        for tensor, piece in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
