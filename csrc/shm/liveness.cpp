@@ -26,8 +26,9 @@ std::string Liveness::process_identity() {
   return cat(pid_namespace.st_ino, ":", getpid());
 }
 
-Liveness::Liveness(const Fd& file, int rank, const std::vector<std::string>& identities) : file_(file) {
-  for (size_t peer = 0; peer < identities.size(); ++peer) {
+Liveness::Liveness(const Fd& file, int rank, const std::vector<std::string>& identities)
+    : file_(file), num_ranks_(static_cast<int>(identities.size())) {
+  for (int peer = 0; peer < num_ranks_; ++peer) {
     if (identities[peer] != identities[rank]) watched_ |= uint64_t{1} << peer;
   }
   struct flock lock = byte_of(rank, F_WRLCK);
@@ -35,7 +36,7 @@ Liveness::Liveness(const Fd& file, int rank, const std::vector<std::string>& ide
 }
 
 void Liveness::watch() {
-  for (int peer = 0; peer < 64; ++peer) {
+  for (int peer = 0; peer < num_ranks_; ++peer) {
     if (watched_ >> peer & 1 && !is_locked(peer)) watched_ &= ~(uint64_t{1} << peer);
   }
 }

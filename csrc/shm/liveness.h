@@ -28,6 +28,7 @@ class Liveness {
   bool is_locked(int rank) const;
 
   const Fd& file_;  // the segment outlives this
+  const int num_ranks_;
   uint64_t watched_ = 0;
 };
 
