@@ -2,11 +2,12 @@
 
 import torchtp._extension  # noqa: F401  (loads _C, which registers the dispatcher ops; refuses it under another torch)
 import torchtp.backend as _backend
+from torchtp import nn
 from torchtp.dtensor import GatherError, GatherWarning, strict
 from torchtp.layout import Layout
 from torchtp.parallel import no_sync, parallelize
 
 _backend.register()
 
-__all__ = ["GatherError", "GatherWarning", "Layout", "no_sync", "parallelize", "strict"]
+__all__ = ["GatherError", "GatherWarning", "Layout", "nn", "no_sync", "parallelize", "strict"]
 __version__ = "0.1.0"

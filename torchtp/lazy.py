@@ -123,7 +123,7 @@ def remade(base: type, marks: tuple[type, ...], members: dict[str, Any], make: C
 
 @functools.cache
 def _prepared(base: type, names: tuple[str, ...]) -> type:
-    return remade(base, (_Prepared,), {name: _alias(name) for name in names}, _prepared, names)
+    return remade(base, (_Prepared,), {name: alias(name) for name in names}, _prepared, names)
 
 
 def _new(make: Callable[..., type], base: type, *arguments: Any) -> Any:
@@ -131,7 +131,9 @@ def _new(make: Callable[..., type], base: type, *arguments: Any) -> Any:
     return cast(Any, made).__new__(made)
 
 
-def _alias(name: str) -> property:
+def alias(name: str) -> property:
+    """A module's parameter or buffer of that name, Lazy while `is_running`."""
+
     def get(module: nn.Module) -> Any:
         value: torch.Tensor | None = module._parameters.get(name)
         if value is None:

@@ -40,8 +40,7 @@ def parallelize(module: Module, layout: Layout, *, output: Output = "dtensor", r
         raise ValueError(f'output is "dtensor", "local" or "full", but it is "{output}"')
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
-    _check_parameters(module, layout)
-    _broadcast(module, layout)
+    make_equal(module, layout)
     lazy.prepare(module)
     object.__setattr__(module, _STATE, _State(layout, output, reduce))
     module.__class__ = _root(type(module))  # type: ignore[assignment]
@@ -176,8 +175,11 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
     return lazy.remade(base, (_Root,), {"forward": forward}, _root)
 
 
-def _check_parameters(module: nn.Module, layout: Layout) -> None:
-    """All ranks hold the same names, shapes and dtypes, on the mesh's kind of device."""
+def make_equal(module: nn.Module, layout: Layout) -> None:
+    """Broadcast parameters and buffers from the first rank of `layout.group`.
+
+    Raises ValueError on all ranks where names, shapes or dtypes differ or a tensor is not on the mesh's kind of device.
+    """
     named = list(_tensors(module))
     complaint = next(
         (
@@ -188,20 +190,15 @@ def _check_parameters(module: nn.Module, layout: Layout) -> None:
         ),
         "",
     )
-    described = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
-    layout.agreement.check_modules(described, complaint)
-
-
-def _broadcast(module: nn.Module, layout: Layout) -> None:
+    layout.agreement.check_modules([(name, tensor.shape, tensor.dtype) for name, tensor in named], complaint)
     if layout.group.size() == 1 or dist.get_backend(layout.group) == "fake":
         return
     source = dist.get_global_rank(layout.group, 0)
-    with torch.no_grad():
-        for _, tensor in _tensors(module):
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, source, group=layout.group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(whole)
+    for _, tensor in named:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, source, group=layout.group)
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,153 @@
+"""torchtp.nn: layers on cut images equal torch.nn's on whole ones, and are torch.nn's on plain tensors."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import make_layout, make_network
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+def _mean_over(group, tensor):
+    mean = tensor.clone()
+    dist.all_reduce(mean, group=group)
+    return mean / group.size()
+
+
+def _check(layout, theirs, shape):
+    """Output, gradients of input and parameters, buffers and double backward of both on the same image."""
+    mine = torchtp.nn.convert(copy.deepcopy(theirs), layout)
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(shape, generator=generator, dtype=torch.float64)
+    whole = image.clone().requires_grad_()
+    tile = image[layout.tile(shape)].clone().requires_grad_()
+    expected, actual = theirs(whole), mine(layout.from_tile(tile, shape))
+    assert isinstance(actual, DTensor) and actual.shape == expected.shape
+    torch.testing.assert_close(actual.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    weight = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    (expected * weight).square().sum().backward()
+    (actual.full_tensor() * weight).square().sum().backward()
+    torch.testing.assert_close(tile.grad, whole.grad[layout.tile(shape)], rtol=1e-9, atol=1e-10)
+    for (name, mine_p), theirs_p in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        gradient = _mean_over(layout.group, mine_p.grad)
+        torch.testing.assert_close(
+            gradient, theirs_p.grad, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text
+        )
+    torch.testing.assert_close(dict(mine.named_buffers()), dict(theirs.named_buffers()), rtol=1e-10, atol=1e-10)
+    assert list(mine.state_dict()) == list(theirs.state_dict())
+
+
+LAYERS = {
+    "conv": (lambda: nn.Conv2d(2, 4, 3, stride=2, padding=1), (2, 2, 7, 9)),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1), (2, 2, 7, 9)),
+    "conv 1d": (lambda: nn.Conv1d(2, 4, 5, padding=2, groups=2), (2, 2, 9)),
+    "conv 3d": (lambda: nn.Conv3d(2, 4, 3, padding=1), (1, 2, 3, 5, 7)),
+    "max pool": (lambda: nn.MaxPool2d(3, 2, 1), (2, 2, 7, 9)),
+    "average pool": (lambda: nn.AvgPool2d(3, 2, 1), (2, 2, 7, 9)),
+    "adaptive pool": (lambda: nn.AdaptiveAvgPool2d(2), (2, 2, 7, 9)),
+    "batch norm": (lambda: nn.BatchNorm2d(2), (2, 2, 7, 9)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 7, 9)),
+    "instance norm": (lambda: nn.InstanceNorm2d(2, affine=True), (2, 2, 7, 9)),
+    "layer norm": (lambda: torchtp.nn.LayerNorm2d(2), (2, 2, 7, 9)),
+    "linear": (lambda: nn.Sequential(Permute(0, 2, 3, 1), nn.Linear(2, 3), Permute(0, 3, 1, 2)), (2, 2, 7, 9)),
+    "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 2, 7, 9)),
+    "nearest": (lambda: nn.Upsample(size=(10, 11)), (2, 2, 7, 9)),
+}
+
+
+class Permute(nn.Module):
+    def __init__(self, *dims):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        return x.permute(self.dims)
+
+
+def _layer(axes, name):
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    make, shape = LAYERS[name]
+    torch.manual_seed(2)
+    _check(make_layout(axes), make().double(), shape)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("axes", [{"w": 2}, {"w": 3}], ids=str)
+def test_layers_equal_those_of_torch(axes, name):
+    run_ranks(_layer, axes["w"], axes, name)
+
+
+def _padded(axes, mode, kernel, stride, padding, dilation, shape):
+    torch.manual_seed(2)
+    kind = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
+    layer = kind(2, 4, kernel, stride, padding, dilation, groups=2, padding_mode=mode).double()
+    with torchtp.strict():
+        _check(make_layout(axes), layer, shape)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize(
+    "axes, kernel, stride, padding, dilation, shape",
+    [
+        ({"w": 1}, 3, 1, 1, 1, (1, 2, 6, 7)),
+        ({"w": 2}, 3, 1, 1, 1, (2, 2, 6, 7)),
+        ({"w": 2}, 5, 2, 4, 1, (1, 2, 6, 7)),
+        ({"w": 2}, 3, 3, 4, 2, (1, 2, 8)),
+        ({"w": 2}, 3, 1, "same", 2, (1, 2, 6, 7)),
+        ({"w": 3}, 3, 2, 2, 1, (1, 2, 3, 4)),
+        ({"w": 3}, (1, 5), 3, (0, 2), 1, (1, 2, 2, 3)),
+        ({"h": 2, "w": 2}, 3, 1, 1, 1, (1, 2, 5, 7)),
+        ({"h": 2, "w": 2}, 3, 1, 1, 1, (1, 2, 3, 5, 7)),
+        ({"dp": 2, "w": 2}, 3, 1, 1, 1, (1, 2, 5, 7)),
+    ],
+)
+def test_every_padding_mode_without_a_gather(axes, mode, kernel, stride, padding, dilation, shape):
+    run_ranks(_padded, torch.Size(axes.values()).numel(), axes, mode, kernel, stride, padding, dilation, shape)
+
+
+def _too_much_padding():
+    layout = make_layout({"w": 2})
+    layer = torchtp.nn.Conv2d(2, 2, 3, padding=4, padding_mode="reflect")
+    with pytest.raises(
+        ValueError, match="reflect padding of dim 2 takes at most 3 rows of an image of extent 4, got 4"
+    ):
+        layer(layout.shard(torch.zeros(1, 2, 4, 9)))
+
+
+def test_too_much_padding_is_refused():
+    run_ranks(_too_much_padding, 2)
+
+
+def _converted():
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    layout = make_layout({"w": 2})
+    single = make_network("unet")
+    model = torchtp.nn.convert(copy.deepcopy(single), layout)
+    assert {type(m).__module__.split(".")[0] for m in model.children()} == {"torchtp"}
+    image = torch.randn(2, 2, 13, 17, dtype=torch.float64)
+    torch.testing.assert_close(model(image), single(image))  # a plain tensor: as before
+    torchtp.parallelize(model, layout, output="full")
+    torch.testing.assert_close(model(image), single(image), rtol=1e-10, atol=1e-10)
+    assert list(model.state_dict()) == list(single.state_dict())
+    assert type(copy.deepcopy(model).norm).__name__ == "GroupNorm"
+
+
+def test_a_converted_network_can_be_parallelized():
+    run_ranks(_converted, 2)
+
+
+def test_layers_need_no_process_group_for_plain_tensors():
+    torch.manual_seed(0)
+    image = torch.randn(2, 2, 7, 9)
+    for name in ("Conv2d", "ConvTranspose2d"):
+        theirs, mine = getattr(nn, name)(2, 3, 3, padding=1), getattr(torchtp.nn, name)(2, 3, 3, padding=1)
+        mine.load_state_dict(theirs.state_dict())
+        assert torch.equal(mine(image), theirs(image)) and repr(mine) == repr(theirs)
+    assert torch.equal(torchtp.nn.BatchNorm2d(2)(image), nn.BatchNorm2d(2)(image))
+    assert torch.equal(torchtp.nn.LayerNorm2d(2)(image), nn.LayerNorm(2)(image.permute(0, 2, 3, 1)).permute(0, 3, 1, 2))

@@ -1,0 +1,66 @@
+"""Drop-in variants of torch.nn's layers for images that are cut: same constructors, names and state_dicts.
+
+Their forward takes a DTensor cut by a `torchtp.Layout`, or a plain tensor, which is computed as torch.nn does. Gradients
+of their parameters are contributions to the mean over `layout.group`: average them there, by DistributedDataParallel or
+`torchtp.parallelize`. Layers of torch.nn work inside `torchtp.parallelize` as they are; these need no such frame, and
+pad in every mode without gathering.
+"""
+
+from torchtp.nn.convert import convert
+from torchtp.nn.convolution import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from torchtp.nn.linear import Linear
+from torchtp.nn.norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+    LayerNorm2d,
+)
+from torchtp.nn.pool import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AdaptiveMaxPool2d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+)
+from torchtp.nn.upsample import Upsample
+
+__all__ = [
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool2d",
+    "AvgPool1d",
+    "AvgPool2d",
+    "AvgPool3d",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "LayerNorm2d",
+    "Linear",
+    "MaxPool1d",
+    "MaxPool2d",
+    "MaxPool3d",
+    "Upsample",
+    "convert",
+]

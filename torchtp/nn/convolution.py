@@ -1,0 +1,130 @@
+"""Convolutions of images that are cut, in every padding mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torchtp import lazy
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import axes_of, dense_stride, owned
+from torchtp.nn.padding import CutDim, padded_rows
+
+
+class _PaddedConvolution(nn.modules.conv._ConvNd):
+    """Zero padding is the rules'; the other modes pad what they pull."""
+
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.padding_mode == "zeros" or not isinstance(input, DTensor) or input.dim() != weight.dim():
+            return super()._conv_forward(input, weight, bias)  # type: ignore[misc]
+        return convolution_padded(
+            input,
+            weight,
+            bias,
+            self._reversed_padding_repeated_twice,
+            self.padding_mode,
+            (self.stride, self.dilation, self.groups),
+        )
+
+
+class Conv1d(_PaddedConvolution, nn.Conv1d):
+    """torch.nn.Conv1d of [N, C, L] cut on L."""
+
+
+class Conv2d(_PaddedConvolution, nn.Conv2d):
+    """torch.nn.Conv2d of [N, C, H, W] cut on H, W or both."""
+
+
+class Conv3d(_PaddedConvolution, nn.Conv3d):
+    """torch.nn.Conv3d of [N, C, D, H, W] cut on any of D, H, W."""
+
+
+class ConvTranspose1d(nn.ConvTranspose1d):
+    """torch.nn.ConvTranspose1d of [N, C, L] cut on L."""
+
+
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """torch.nn.ConvTranspose2d of [N, C, H, W] cut on H, W or both."""
+
+
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """torch.nn.ConvTranspose3d of [N, C, D, H, W] cut on any of D, H, W."""
+
+
+def convolution_padded(
+    input: DTensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pads: list[int],
+    mode: str,
+    params: tuple[Any, Any, int],
+) -> DTensor:
+    """Convolve a cut image that is padded by `pads` (as F.pad wants them) in `mode`, with plain parameters."""
+    stride, dilation, groups = params
+    kept = tuple(p if type(p) is Shard and p.dim >= 2 else Replicate() for p in input.placements)
+    if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
+        notice.gathering(torch.ops.aten.convolution.default, input.shape, input.dtype)
+    mesh = input.device_mesh
+    axes = axes_of(mesh)
+    local = input.redistribute(placements=kept).to_local(grad_placements=kept)
+    shape = [input.size(0), weight.size(0)]
+    before: dict[int, int] = {}
+    for dim in range(2, input.dim()):
+        i = 2 * (input.dim() - 1 - dim)
+        before[dim], after = pads[i], pads[i + 1]
+        _check_padding(input.size(dim), max(pads[i], after), mode, dim)
+        reach = dilation[dim - 2] * (weight.size(dim) - 1)
+        shape.append((input.size(dim) + before[dim] + after - reach - 1) // stride[dim - 2] + 1)
+    uncut = list(pads)
+    factor, is_empty = 1, False
+    for axis, placement in enumerate(kept):
+        if not isinstance(placement, Shard):
+            continue
+        dim = placement.dim
+        factor *= axes.sizes[axis]
+        i = 2 * (input.dim() - 1 - dim)
+        uncut[i] = uncut[i + 1] = 0
+        reach = dilation[dim - 2] * (weight.size(dim) - 1)
+        outs = [owned(shape[dim], axes.sizes[axis], rank) for rank in range(axes.sizes[axis])]
+        wanted = [
+            (begin * stride[dim - 2] - before[dim], (end - 1) * stride[dim - 2] - before[dim] + reach + 1)
+            if begin < end
+            else (0, 0)
+            for begin, end in outs
+        ]
+        cut = CutDim(dim, input.size(dim), axes.groups[axis], axes.ranks[axis])
+        local = padded_rows(local, cut, wanted, mode)
+        is_empty = is_empty or wanted[cut.rank][0] >= wanted[cut.rank][1]
+    if factor > 1:
+        weight = lazy.Scaled.apply(weight, factor)
+        bias = None if bias is None else lazy.Scaled.apply(bias, factor)
+    out_shape = torch.Size(shape)
+    if is_empty:
+        # Nothing to compute, but backward must take part in the exchanges of the others.
+        extents = list(out_shape)
+        for axis, placement in enumerate(kept):
+            if isinstance(placement, Shard):
+                begin, end = owned(extents[placement.dim], axes.sizes[axis], axes.ranks[axis])
+                extents[placement.dim] = end - begin
+        nothing = local.sum() + weight.sum() + (0 if bias is None else bias.sum())
+        output = local.new_zeros(extents) + 0 * nothing
+    else:
+        if any(uncut):
+            local = F.pad(local, uncut, mode)
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
+        output = convolve(local, weight, bias, stride, 0, dilation, groups)
+    return DTensor.from_local(
+        output, mesh, kept, run_check=False, shape=out_shape, stride=dense_stride(out_shape, output.stride())
+    )
+
+
+def _check_padding(extent: int, padding: int, mode: str, dim: int) -> None:
+    limit = extent - 1 if mode == "reflect" else extent
+    if mode != "replicate" and padding > limit:
+        raise ValueError(
+            f"{mode} padding of dim {dim} takes at most {limit} rows of an image of extent {extent}, got {padding}"
+        )
