@@ -13,8 +13,8 @@ namespace torchtp::gradients {
 namespace {
 
 bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
-         a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
+  return a.layout() == at::kStrided && a.is_alias_of(b) && a.storage_offset() == b.storage_offset() &&
+         a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
 void check_plain(const at::Tensor& parameter, const std::string& name) {
@@ -228,6 +228,7 @@ void Reducer::plan() {
          std::string(c10::toString(c10::toRealValueType(tensor.scalar_type()))) + " " + tensor.device().str()});
   }
   members_ = plan_buckets(travellers, order_, options_.first_bucket_bytes, options_.bucket_bytes);
+  std::vector<Bucket> buckets;
   for (size_t index = 0; index < members_.size(); ++index) {
     std::vector<at::Tensor> tensors;
     for (size_t slot = 0; slot < members_[index].size(); ++slot) {
@@ -239,8 +240,9 @@ void Reducer::plan() {
       tensors.push_back(parameter.tensor);
     }
     const bool is_last = index + 1 == members_.size();
-    buckets_.emplace_back(collective_, std::move(tensors), is_last ? collective_.size() : 0, options_);
+    buckets.emplace_back(collective_, std::move(tensors), is_last ? collective_.size() : 0, options_);
   }
+  buckets_ = std::move(buckets);
   next_bucket_ = 0;
   statistics_.num_buckets = static_cast<int64_t>(buckets_.size());
 }
@@ -257,8 +259,8 @@ void Reducer::end_of_backward(bool nested) {
   try {
     finish();
   } catch (...) {
-    // The works that were not waited for end with the group.
     failed_ = true;
+    tell_failure();
     throw;
   }
 }
@@ -301,7 +303,11 @@ void Reducer::abandoned_backward() noexcept {
   if (!in_pass_) return;
   in_pass_ = false;
   failed_ = true;
-  if (buckets_.empty()) return;
+  tell_failure();
+}
+
+void Reducer::tell_failure() noexcept {
+  if (buckets_.empty()) return;  // settle() will
   try {
     start_rest(true);
   } catch (const std::exception& error) {

@@ -77,6 +77,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void start_ready();
   void start(size_t bucket, bool failed);
   void start_rest(bool failed);
+  void tell_failure() noexcept;
   void finish();
   void hand_out(Parameter& parameter);
   void note(Event::Kind kind, size_t index);
