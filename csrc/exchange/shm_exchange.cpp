@@ -91,6 +91,7 @@ struct ShmExchange::State {
         publish(to, room);
       }
       --tickets.at(message.ticket).sends_left;
+      finished.push_back(std::move(message.send.source));
       peer.outgoing.pop_front();
     }
   }
@@ -132,6 +133,7 @@ struct ShmExchange::State {
         consume(from, (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
       }
       ++ticket.received;
+      finished.push_back(std::move(message.receive.sink));
       peer.incoming.pop_front();
     }
   }
@@ -163,14 +165,19 @@ struct ShmExchange::State {
   std::vector<Peer> peers;
   std::unordered_map<uint64_t, UnderWay> tickets;
   uint64_t last_ticket = 0;
+  std::vector<std::shared_ptr<const void>> finished;  // sources and sinks nobody needs any more
 };
 
-// Runs `step` under the lock; an error in it is everybody's end, since half a message cannot be taken back.
+// Runs `step` under the lock; an error in it is everybody's end, since half a message cannot be taken back. Sources and
+// sinks are dropped after the lock: what they hold may need another lock to go away, whose owner may wait for ours.
 template <typename Step>
 auto ShmExchange::guarded(const Step& step) {
+  std::vector<std::shared_ptr<const void>> finished;
   std::lock_guard<std::mutex> lock(mutex_);
   try {
-    return step();
+    auto result = step();
+    finished.swap(state_->finished);
+    return result;
   } catch (const std::exception& error) {
     group_->abort(error.what());
     group_->check();

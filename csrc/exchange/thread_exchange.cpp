@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "core/format.h"
 
@@ -118,10 +119,11 @@ uint64_t ThreadExchange::start(std::vector<Send> sends, std::vector<Receive> rec
 // Earlier exchanges come first, so that each one's sinks are written in the order of peers.
 void ThreadExchange::finish(uint64_t ticket) {
   if (state_->tickets.count(ticket) == 0) throw Error(cat("no exchange ", ticket, " is under way"));
+  std::vector<std::vector<Receive>> done;  // sinks go at the very end: they may come back to us
   for (auto& [number, receives] : state_->tickets) {
     if (number > ticket) break;
     for (Receive& receive : receives) complete(number, receive);
-    receives.clear();
+    done.push_back(std::exchange(receives, {}));
   }
   state_->tickets.erase(ticket);
 }

@@ -342,6 +342,25 @@ void an_error_in_a_sink_reaches_everybody(const Kind& kind) {
   });
 }
 
+// What a sink holds may come back to the exchange (or wait for somebody who does) while it goes away.
+void sinks_may_use_the_exchange_when_they_go(const Kind& kind) {
+  class Last final : public Sink {
+   public:
+    explicit Last(Exchange& exchange) : exchange_(exchange) {}
+    ~Last() override { exchange_.finish(exchange_.start({}, {})); }
+    void write(uint32_t, size_t, const std::byte*, size_t) override {}
+
+   private:
+    Exchange& exchange_;
+  };
+  kind.run(2, kLong, [](Exchange& exchange, torchtp::shm::Bootstrap&) {
+    const int peer = 1 - exchange.rank();
+    const uint64_t ticket =
+        exchange.start({send_of(1, exchange.rank(), peer, 64)}, {{peer, 64, std::make_shared<Last>(exchange)}});
+    exchange.finish(ticket);
+  });
+}
+
 }  // namespace
 
 int main() {
@@ -358,6 +377,7 @@ int main() {
       {"leaving does not take back", leaving_does_not_take_back},
       {"abort is an error for who waits", abort_is_an_error_for_who_waits},
       {"a deadline is an error", a_deadline_is_an_error},
+      {"sinks may use the exchange when they go", sinks_may_use_the_exchange_when_they_go},
       {"an error in a sink reaches everybody", an_error_in_a_sink_reaches_everybody},
   };
   std::vector<torchtp::test::Case> cases;
