@@ -1,0 +1,269 @@
+"""The collectives of the backend torchtp that move bytes, and point-to-point messages."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtp.testing import run_ranks
+
+DTYPES = (torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float64, torch.complex64)
+NUMELS = (0, 5, 20_001, 400_001)  # of fp64: the last is 3.2 MB, several slots
+
+
+def _input(rank, numel, dtype):
+    generator = torch.Generator().manual_seed(1000 * rank + numel)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (numel,), generator=generator).to(dtype)
+
+
+def _empty(numel, dtype, contiguous):
+    if contiguous:
+        return torch.empty(numel, dtype=dtype)
+    return torch.empty(numel, 2, dtype=dtype)[:, 0]
+
+
+def _filled(tensor, contiguous):
+    return _empty(tensor.numel(), tensor.dtype, contiguous).copy_(tensor)
+
+
+def _cases():
+    for numel in NUMELS:
+        for index, dtype in enumerate(DTYPES):
+            contiguous = bool((numel + index) % 2)
+            yield numel, dtype, contiguous, bool((numel + index) % 3)
+
+
+def _run(call, *args, asynchronous, **kwargs):
+    work = call(*args, async_op=asynchronous, **kwargs)
+    if asynchronous:
+        work.wait()
+
+
+def _broadcast():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel, dtype, contiguous, asynchronous in _cases():
+        for root in range(size):
+            tensor = _filled(_input(rank, numel, dtype), contiguous)
+            _run(dist.broadcast, tensor, root, asynchronous=asynchronous)
+            assert torch.equal(tensor, _input(root, numel, dtype)), (numel, dtype, root)
+
+
+def _all_gather():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel, dtype, contiguous, asynchronous in _cases():
+        inputs = [_input(r, numel, dtype) for r in range(size)]
+        outputs = [_empty(numel, dtype, contiguous) for _ in range(size)]
+        _run(dist.all_gather, outputs, _filled(inputs[rank], contiguous), asynchronous=asynchronous)
+        assert all(map(torch.equal, outputs, inputs)), (numel, dtype)
+        output = torch.empty(size * numel, dtype=dtype)
+        _run(dist.all_gather_into_tensor, output, inputs[rank], asynchronous=asynchronous)
+        assert torch.equal(output, torch.cat(inputs)), (numel, dtype)
+        mine = output[rank * numel : (rank + 1) * numel]  # in place, as FSDP does
+        output.zero_()
+        mine.copy_(inputs[rank])
+        _run(dist.all_gather_into_tensor, output, mine, asynchronous=asynchronous)
+        assert torch.equal(output, torch.cat(inputs)), (numel, dtype)
+
+
+def _gather_and_scatter():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for numel, dtype, contiguous, asynchronous in _cases():
+        inputs = [_input(r, numel, dtype) for r in range(size)]
+        for root in range(size):
+            outputs = [_empty(numel, dtype, contiguous) for _ in range(size)] if rank == root else None
+            _run(dist.gather, _filled(inputs[rank], contiguous), outputs, root, asynchronous=asynchronous)
+            assert rank != root or all(map(torch.equal, outputs, inputs)), (numel, dtype, root)
+            output = _empty(numel, dtype, contiguous)
+            pieces = [_filled(tensor, contiguous) for tensor in inputs] if rank == root else None
+            _run(dist.scatter, output, pieces, root, asynchronous=asynchronous)
+            assert torch.equal(output, inputs[rank]), (numel, dtype, root)
+
+
+def _all_to_all():
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def message(source, target, numel, dtype):
+        return _input(10 * source + target, numel, dtype)
+
+    for numel, dtype, contiguous, asynchronous in _cases():
+        inputs = [_filled(message(rank, r, numel, dtype), contiguous) for r in range(size)]
+        outputs = [_empty(numel, dtype, contiguous) for _ in range(size)]
+        expected = [message(r, rank, numel, dtype) for r in range(size)]
+        _run(dist.all_to_all, outputs, inputs, asynchronous=asynchronous)
+        assert all(map(torch.equal, outputs, expected)), (numel, dtype)
+        output = torch.empty(size * numel, dtype=dtype)
+        _run(dist.all_to_all_single, output, torch.cat(inputs), asynchronous=asynchronous)
+        assert torch.equal(output, torch.cat(expected)), (numel, dtype)
+        # Rank s sends s + d rows of two elements to rank d: some nothing, all different amounts.
+        to = [(rank + r) * numel // 4 for r in range(size)]
+        inputs = [message(rank, r, 2 * rows, dtype).view(rows, 2) for r, rows in enumerate(to)]
+        output = torch.empty(sum(to), 2, dtype=dtype)
+        _run(dist.all_to_all_single, output, torch.cat(inputs), to, to, asynchronous=asynchronous)
+        expected = [message(r, rank, 2 * rows, dtype).view(rows, 2) for r, rows in enumerate(to)]
+        assert torch.equal(output, torch.cat(expected)), (numel, dtype)
+
+
+def _coalesced():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numels = (4, 0, 20_001)
+    inputs = [[_input(r, numel, torch.float32) for numel in numels] for r in range(size)]
+    outputs = [torch.empty(size * numel) for numel in numels]
+    with dist._coalescing_manager():
+        for output, tensor in zip(outputs, inputs[rank], strict=True):
+            dist.all_gather_into_tensor(output, tensor)
+    for i, output in enumerate(outputs):
+        assert torch.equal(output, torch.cat([inputs[r][i] for r in range(size)]))
+    parts = [torch.empty(numel) for numel in numels]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for part, output in zip(parts, outputs, strict=True):
+            dist.reduce_scatter_tensor(part, output)
+    manager.wait()
+    assert all(torch.equal(part, size * tensor) for part, tensor in zip(parts, inputs[rank], strict=True))
+    lists = [[torch.empty(numel) for numel in numels] for _ in range(size)]
+    dist.all_gather_coalesced(lists, inputs[rank])
+    assert all(torch.equal(lists[r][i], inputs[r][i]) for r in range(size) for i in range(len(numels)))
+
+
+def _objects():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = {"rank": rank, "padding": "x" * 1000 * rank}
+    expected = [{"rank": r, "padding": "x" * 1000 * r} for r in range(size)]
+    gathered = [None] * size
+    dist.all_gather_object(gathered, mine)
+    assert gathered == expected
+    gathered = [None] * size if rank == 0 else None
+    dist.gather_object(mine, gathered)
+    assert rank != 0 or gathered == expected
+    received = [mine]
+    dist.broadcast_object_list(received, src=size - 1)
+    assert received == [expected[-1]]
+    received = [None]
+    dist.scatter_object_list(received, expected if rank == 0 else [None] * size)
+    assert received == [mine]
+
+
+def _barrier():
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    dist.group.WORLD.monitored_barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "collective", [_broadcast, _all_gather, _gather_and_scatter, _all_to_all, _coalesced, _objects, _barrier]
+)
+def test_bytes_arrive_where_they_belong(collective, size):
+    run_ranks(collective, size, backend="torchtp")
+
+
+def _neighbours():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for numel, dtype, contiguous, _ in _cases():
+        received = _empty(numel, dtype, contiguous)
+        sent = _filled(_input(rank, numel, dtype), contiguous)
+        ops = [dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, received, previous)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert torch.equal(received, _input(previous, numel, dtype)), (numel, dtype)
+    # A pair sends first and receives afterwards: more than any buffer between them holds.
+    sent, received = torch.full((2_000_000,), float(rank)), torch.empty(2_000_000)
+    work = dist.isend(sent, following)
+    dist.recv(received, previous)
+    work.wait()
+    assert (received == previous).all()
+
+
+def _tags():
+    rank = dist.get_rank()
+    if rank == 0:
+        works = [dist.isend(torch.full((1000,), float(tag)), 1, tag=tag) for tag in (3, 1, 2)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        for tag in (1, 2, 3):
+            tensor = torch.empty(1000)
+            assert dist.recv(tensor, 0, tag=tag) == 0
+            assert (tensor == tag).all()
+
+
+def _from_anyone():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank != 0:
+        dist.send(torch.full((100,), float(rank)), 0)
+        return
+    senders = []
+    for _ in range(size - 1):
+        tensor = torch.empty(100)
+        senders.append(dist.recv(tensor))
+        assert (tensor == senders[-1]).all()
+    assert sorted(senders) == list(range(1, size))
+
+
+def _send_beside_collectives():
+    """An unfinished isend does not stop the collectives between it and its receive."""
+    rank = dist.get_rank()
+    tensor = torch.full((3_000_000,), float(rank))
+    work = dist.isend(tensor, 1) if rank == 0 else None
+    dist.barrier()
+    dist.all_reduce(torch.ones(100_000))
+    if rank == 1:
+        dist.recv(tensor, 0)
+        assert (tensor == 0).all()
+    dist.barrier()
+    if work is not None:
+        work.wait()
+
+
+def _futures_of_messages():
+    rank = dist.get_rank()
+    if rank > 1:
+        return
+    tensor = torch.full((1_000_000,), float(rank))
+    work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    (result,) = work.get_future().wait()
+    assert work.is_completed()
+    assert (result == 0).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("talk", [_neighbours, _tags, _from_anyone, _send_beside_collectives, _futures_of_messages])
+def test_messages_arrive_at_their_receive(talk, size):
+    run_ranks(talk, size, backend="torchtp")
+
+
+def _order():
+    """Synchronous calls come after the asynchronous ones before them, whatever the ranks' speeds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.full((numel,), float(rank)) for numel in (10, 100_000, 1000) * 8]
+    works = []
+    for index, tensor in enumerate(tensors):
+        skew = int(torch.randint(0, 200, (), generator=generator))
+        functools.reduce(lambda a, b: a @ b, [torch.eye(24)] * (skew + 1))
+        if index % 3 == 2:
+            dist.all_reduce(tensor)
+        else:
+            works.append(dist.all_reduce(tensor, async_op=True))
+    for work in works:
+        work.wait()
+    assert all((tensor == size * (size - 1) / 2).all() for tensor in tensors)
+
+
+def _futures():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((50_000,), float(rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert (doubled.wait() == size * (size + 1)).all()
+    (result,) = work.get_future().wait()
+    assert result.data_ptr() == tensor.data_ptr()
+    assert work.is_completed() and work.is_success()
+    assert work.result()[0].data_ptr() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("use", [_order, _futures])
+def test_works_complete_in_order_and_hand_out_their_tensors(use, size):
+    run_ranks(use, size, backend="torchtp")
