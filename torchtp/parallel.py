@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from torchtp import lazy, randomness
 from torchtp.agreement import Described
-from torchtp.averaging import Averaging
+from torchtp.gradients import GradientReducer, broadcast_parameters
 from torchtp.layout import Layout
 
 Output = Literal["dtensor", "local", "full"]
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def parallelize(module: Module, layout: Layout, *, output: Output = "dtensor", reduce: bool = True) -> Module:
+def parallelize(
+    module: Module,
+    layout: Layout,
+    *,
+    output: Output = "dtensor",
+    reduce: bool = True,
+    bucket_bytes: int = 25 << 20,
+    compression: str = "none",
+) -> Module:
     """Make `module` work on images cut as `layout` says: in place, and returned.
 
     Parameters and buffers keep their names and stay plain; they are broadcast from the first rank of `layout.group`.
@@ -31,8 +40,9 @@ def parallelize(module: Module, layout: Layout, *, output: Output = "dtensor", r
     group, and is cut. All others are passed as they are. So are DTensors on `layout.spatial_mesh`, which come from
     `layout.shard`, `layout.from_tile`, or `layout.replicate` for what shall not be cut.
     Outputs: DTensors as they are ("dtensor"), this rank's parts ("local"), or whole on every rank ("full").
-    Gradients: with `reduce` p.grad is the mean over `layout.group`, which is the gradient, when backward() returns;
-    without, it is this rank's contribution to that mean, for DistributedDataParallel or FSDP2 over `layout.group`.
+    Gradients: with `reduce` p.grad is the mean over `layout.group`, which is the gradient, when backward() returns
+    (`bucket_bytes`, `compression`: see `torchtp.gradients.GradientReducer`); without, it is this rank's contribution to
+    that mean, for DistributedDataParallel or FSDP2 over `layout.group`.
 
     Raises ValueError on all ranks where their parameters or, at a call, their images differ.
     """
@@ -42,7 +52,11 @@ def parallelize(module: Module, layout: Layout, *, output: Output = "dtensor", r
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
     lazy.prepare(module)
-    object.__setattr__(module, _STATE, _State(layout, output, reduce))
+    object.__setattr__(
+        module,
+        _STATE,
+        _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None),
+    )
     module.__class__ = _root(type(module))  # type: ignore[assignment]
     return module
 
@@ -52,23 +66,21 @@ def is_parallelized(module: nn.Module) -> bool:
     return isinstance(module, _Root)
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward() accumulates this rank's contributions; the first one outside averages all that came together.
 
     Takes the parallelized module, or one that contains it.
     """
-    states = [getattr(part, _STATE) for part in module.modules() if is_parallelized(part)]
-    if not states:
+    parts = [part for part in module.modules() if is_parallelized(part)]
+    if not parts:
         raise ValueError("torchtp.no_sync takes a module that torchtp.parallelize was called on")
-    before = [state.synchronises for state in states]
-    for state in states:
-        state.synchronises = False
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            reducer = getattr(part, _STATE).reducer(part)
+            if reducer is not None:
+                stack.enter_context(reducer.no_sync())
         yield
-    finally:
-        for state, value in zip(states, before, strict=True):
-            state.synchronises = value
 
 
 _STATE = "_torchtp"
@@ -77,15 +89,14 @@ _STATE = "_torchtp"
 class _State:
     """What a parallelized module carries."""
 
-    def __init__(self, layout: Layout, output: Output, reduce: bool):
+    def __init__(self, layout: Layout, output: Output, reduces: dict[str, Any] | None):
         self.layout = layout
         self.output = output
-        self.reduce = reduce
-        self.synchronises = True
-        self._averaging: Averaging | None = None
+        self._reduces = reduces  # options of the reducer
+        self._reducer: GradientReducer | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return _State(self.layout, self.output, self.reduce)  # the copy averages its own parameters
+        return _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -99,17 +110,31 @@ class _State:
             return self._leave(forward(*args, **kwargs))
         if lazy.is_inside():
             return forward(*args, **kwargs)
-        trains = self.reduce and self.synchronises and torch.is_grad_enabled()
+        reducer = self.reducer(module) if torch.is_grad_enabled() else None
         tensors, complaint = self._describe(args, kwargs)
         note = randomness.fingerprint(self.layout)
-        notes = self.layout.agreement.check(tensors, complaint, note, everyone=trains)
+        notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None)
+        if reducer is not None:
+            reducer.prepare()
         args, kwargs = self._cut(args, kwargs)
         with randomness.stream(self.layout, notes), lazy.running():
             outputs = forward(*args, **kwargs)
         outputs = self._leave(outputs)
-        if self.reduce and torch.is_grad_enabled():
-            self._watch(module, outputs)
+        if reducer is not None:
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    reducer.watch(leaf)
         return outputs
+
+    def reducer(self, module: nn.Module) -> GradientReducer | None:
+        """Made at the first forward that records gradients: until then parameters may be replaced or frozen."""
+        if self._reducer is None and self._reduces is not None and self.layout.group.size() > 1:
+            named = list(module.named_parameters())
+            if any(isinstance(part, FSDPModule) for part in module.modules()):
+                raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
+            if named:
+                self._reducer = GradientReducer(named, self.layout.group, **self._reduces)
+        return self._reducer
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
         """All tensors among the arguments, images first, and what is wrong with them."""
@@ -156,11 +181,6 @@ class _State:
 
         return pytree.tree_map(give, outputs)
 
-    def _watch(self, module: nn.Module, outputs: Any) -> None:
-        if self._averaging is None:
-            self._averaging = Averaging(module.parameters(), self.layout.group, lambda: self.synchronises)
-        self._averaging.watch(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-
 
 class _Root(lazy.Remade):
     """Marks the class of a parallelized module."""
@@ -191,14 +211,8 @@ def make_equal(module: nn.Module, layout: Layout) -> None:
         "",
     )
     layout.agreement.check_modules([(name, tensor.shape, tensor.dtype) for name, tensor in named], complaint)
-    if layout.group.size() == 1 or dist.get_backend(layout.group) == "fake":
-        return
-    source = dist.get_global_rank(layout.group, 0)
-    for _, tensor in named:
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, source, group=layout.group)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(whole)
+    if layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
+        broadcast_parameters(named, layout.group)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
