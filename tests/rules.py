@@ -92,7 +92,7 @@ def _check(
     references = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (*inputs, *parameters)]
     mine = [
         distribute_tensor(
-            t.detach().clone(), device_mesh, [p if p.is_replicate() or p.dim < t.dim() else Replicate() for p in placements],
+            t.detach().clone(), device_mesh, [p if p.is_replicate() or (p.dim < t.dim() and t.size(p.dim) > 1) else Replicate() for p in placements],
             src_data_rank=None,
         ).requires_grad_(t.is_floating_point())
         for t in inputs

@@ -1,6 +1,15 @@
 """Rules that make DTensors cut on spatial dims right in every model; importing this installs them."""
 
-from torchtp.dtensor import convolution, fallback, pointwise, random  # noqa: F401  (enter their rows)
+from torchtp.dtensor import (  # noqa: F401  (enter their rows)
+    convolution,
+    fallback,
+    loss,
+    pointwise,
+    random,
+    reduction,
+    shape,
+    view,
+)
 from torchtp.dtensor.notice import GatherError, GatherWarning, strict
 from torchtp.dtensor.registry import install_rules
 from torchtp.dtensor.spatial import mark

@@ -10,8 +10,18 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
 from torchtp.dtensor.registry import bound, install_spatial_rules, words
-from torchtp.dtensor.spatial import is_spatial, on_first_mark
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, passthrough, plain_shard, spec_of
+from torchtp.dtensor.spatial import is_marked, is_spatial, on_first_mark
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Replicate,
+    StridedShard,
+    local_of,
+    passthrough,
+    plain_shard,
+    spec_of,
+)
 
 # What upstream does right and without communication when a tensor is cut; everything that is not here, has no rule and
 # meets a cut tensor is gathered.
@@ -23,7 +33,7 @@ LOCAL_UPSTREAM = words(
     log_ log10 log1p log2 logical_not logit mish nan_to_num neg neg_ new_empty new_empty_strided new_full
     new_ones new_zeros ones_like positive rad2deg reciprocal reciprocal_ record_stream relu relu_ round rsqrt
     rsqrt_ sgn sigmoid sigmoid_ sign signbit silu silu_ sin sinc sinh softplus sqrt sqrt_ square tan tanh tanh_
-    trunc zero_ zeros_like _to_copy
+    trunc zero_ zeros_like _to_copy permute transpose t unsqueeze expand
     """
 )
 
@@ -43,6 +53,11 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if written is not None and isinstance(results, torch.Tensor):
             return written
     return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+
+
+def has_strided_shard(leaf: Any) -> bool:
+    """Whether a DTensor is cut otherwise than torch.chunk does it; rules leave such to the fallback."""
+    return isinstance(leaf, DTensor) and any(isinstance(p, StridedShard) for p in spec_of(leaf).placements)
 
 
 def _full(leaf: Any) -> Any:
@@ -78,11 +93,22 @@ def _write_back(
 
 def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of all ops without a rule."""
-    if not any(is_spatial(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
-        return passthrough(op, args, kwargs)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
-        return op.decompose(*args, **kwargs)
-    return fallback(op, args, kwargs)
+    leaves = pytree.tree_leaves((args, kwargs))
+    if any(is_spatial(leaf) for leaf in leaves):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+            return op.decompose(*args, **kwargs)
+        return fallback(op, args, kwargs)
+    mesh = next(leaf for leaf in leaves if isinstance(leaf, DTensor)).device_mesh
+    if is_marked(mesh) and not op._schema.is_mutable:
+        args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, mesh), (args, kwargs))
+    return passthrough(op, args, kwargs)
+
+
+def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
+    """A plain tensor on a mesh that cuts images is what all its ranks hold."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+        return leaf
+    return wrap(leaf, mesh, (Replicate(),) * mesh.ndim, leaf.shape)
 
 
 on_first_mark(lambda: install_spatial_rules(unruled, LOCAL_UPSTREAM))

@@ -68,8 +68,8 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._current_graph_task_id() != -1 and _is_accumulation(tensors):
             return _accumulate(op, tensors, args, kwargs)
         placements = _common(op, tensors, shape, mesh)
-        local_args = [_aligned(op, arg, shape, mesh, placements) for arg in args]
-        local_kwargs = {k: _aligned(op, arg, shape, mesh, placements) for k, arg in kwargs.items()}
+        local_args = [aligned(op, arg, shape, mesh, placements) for arg in args]
+        local_kwargs = {k: aligned(op, arg, shape, mesh, placements) for k, arg in kwargs.items()}
     results = op(*local_args, **local_kwargs)
     if isinstance(results, torch.Tensor):
         return wrap(results, mesh, placements, shape)
@@ -89,10 +89,18 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return passthrough(op, args, kwargs)
     mesh, placements = spec.mesh, spec.placements
     op(
-        *(_aligned(op, arg, target.shape, mesh, placements) for arg in args),
-        **{k: _aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},
+        *(aligned(op, arg, target.shape, mesh, placements) for arg in args),
+        **{k: aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},
     )
     return target
+
+
+def common_placements(
+    op: Op, tensors: list[torch.Tensor], shape: torch.Size | None = None
+) -> tuple[DeviceMesh, Placements]:
+    """Mesh and cut that tensors which broadcast to `shape` (the first one's) are best brought to."""
+    mesh = next(tensor for tensor in tensors if isinstance(tensor, DTensor)).device_mesh
+    return mesh, _common(op, tensors, tensors[0].shape if shape is None else shape, mesh)
 
 
 def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
@@ -120,7 +128,7 @@ def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: Device
     return tuple(common)
 
 
-def _aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> Any:
+def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> Any:
     """The local part of an argument that broadcasts to `shape`, which is cut by `placements`."""
     if not isinstance(arg, torch.Tensor) or (not isinstance(arg, DTensor) and arg.dim() == 0):
         return arg

@@ -20,7 +20,7 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def rule(*names: str) -> Callable[[Handler], Handler]:
-    """Enter a handler for ops such as "convolution" of aten (all overloads but out=) or "add.Tensor" (that one)."""
+    """Enter a handler for ops of aten: "add" (all overloads but out=), "add.Tensor" (that one), "max." (the default)."""
     return lambda handler: _enter(RULES, names, handler)
 
 
@@ -31,11 +31,11 @@ def spatial_rule(*names: str) -> Callable[[Handler], Handler]:
 
 def _enter(table: dict[str, Handler], names: tuple[str, ...], handler: Handler) -> Handler:
     for name in names:
-        packet, _, overload = name.partition(".")
+        packet, dot, overload = name.partition(".")
         if not hasattr(torch.ops.aten, packet):
             continue  # not in this torch
         for each in getattr(torch.ops.aten, packet).overloads():
-            if each == overload or (not overload and "out" not in each):
+            if (each == (overload or "default")) if dot else ("out" not in each):
                 table["aten::" + packet + ("" if each == "default" else "." + each)] = handler
     return handler
 

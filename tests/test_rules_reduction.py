@@ -1,0 +1,146 @@
+"""Reductions, losses and pointwise ops of unevenly cut DTensors equal the single device, without a gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rules import DATA_W, HW, W2, W3, check, num_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchtp
+from torchtp.testing import run_ranks
+
+IMAGE = (2, 4, 9, 11)
+
+
+def labels(seed=3, classes=4):
+    return torch.randint(0, classes, (2, 9, 11), generator=torch.Generator().manual_seed(seed))
+
+
+def weights():
+    return torch.linspace(0.5, 2.0, 4).double()
+
+
+REDUCTIONS = {
+    "sum": (lambda x: x.sum() * 2, [IMAGE]),
+    "sum_hw": (lambda x: x.sum((2, 3)), [IMAGE]),
+    "mean": (lambda x: x.mean(), [IMAGE]),
+    "mean_hw": (lambda x: x.mean((2, 3), keepdim=True) * x, [IMAGE]),
+    "mean_c": (lambda x: x.mean(1, keepdim=True) * x, [IMAGE]),
+    "mean_w": (lambda x: x.mean(3), [IMAGE]),
+    "var": (lambda x: x.var((2, 3)), [IMAGE]),
+    "std_all": (lambda x: x.std(), [IMAGE]),
+    "var_c": (lambda x: x.var(1, unbiased=False), [IMAGE]),
+    "var_mean": (lambda x: torch.var_mean(x, (2, 3), correction=0)[0] + torch.var_mean(x, (2, 3))[1], [IMAGE]),
+    "amax": (lambda x: x.amax((2, 3)), [IMAGE]),
+    "amin_h": (lambda x: x.amin(2), [IMAGE]),
+    "max": (lambda x: x.max() + x.min(), [IMAGE]),
+    "max_c": (lambda x: x.max(1).values, [IMAGE]),
+    "argmax_c": (lambda x: x.detach().argmax(1), [IMAGE]),
+    "any": (lambda x: (x.detach() > 2).any(), [IMAGE]),
+    "all_hw": (lambda x: (x.detach() > -2).all(3), [IMAGE]),
+    "norm": (lambda x: torch.linalg.vector_norm(x), [IMAGE]),
+    "norm_one": (lambda x: x.norm(p=1, dim=(2, 3)), [IMAGE]),
+    "norm_inf": (lambda x: torch.linalg.vector_norm(x.detach(), torch.inf), [IMAGE]),
+    "softmax": (lambda x: x.softmax(1), [IMAGE]),
+    "log_softmax": (lambda x: x.log_softmax(1), [IMAGE]),
+    "normalize": (lambda x: F.normalize(x, dim=1), [IMAGE]),
+    "gather_c": (lambda x: x.gather(1, labels().unsqueeze(1)), [IMAGE]),
+    "cumsum_c": (lambda x: x.cumsum(1).sin(), [IMAGE]),
+}
+LOSSES = {
+    "mse": (lambda x, y: F.mse_loss(x, y), [IMAGE, IMAGE]),
+    "mse_sum": (lambda x, y: F.mse_loss(x, y, reduction="sum"), [IMAGE, IMAGE]),
+    "mse_none": (lambda x, y: F.mse_loss(x, y, reduction="none"), [IMAGE, IMAGE]),
+    "mse_plain": (lambda x: F.mse_loss(x, torch.ones(IMAGE).double()), [IMAGE]),
+    "l1": (lambda x, y: F.l1_loss(x, y), [IMAGE, IMAGE]),
+    "smooth_l1": (lambda x, y: F.smooth_l1_loss(x, y, beta=0.7), [IMAGE, IMAGE]),
+    "huber": (lambda x, y: F.huber_loss(x, y), [IMAGE, IMAGE]),
+    "bce": (lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.detach().sigmoid()), [IMAGE, IMAGE]),
+    "bce_logits": (lambda x, y: F.binary_cross_entropy_with_logits(x, y.detach().sigmoid()), [IMAGE, IMAGE]),
+    "bce_pos_weight": (
+        lambda x: F.binary_cross_entropy_with_logits(
+            x, torch.full(IMAGE, 0.3).double(), pos_weight=weights().view(4, 1, 1)
+        ),
+        [IMAGE],
+    ),
+    "cross_entropy": (lambda x: F.cross_entropy(x, labels()), [IMAGE]),
+    "cross_entropy_sum": (lambda x: F.cross_entropy(x, labels(), reduction="sum"), [IMAGE]),
+    "cross_entropy_none": (lambda x: F.cross_entropy(x, labels(), reduction="none"), [IMAGE]),
+    "cross_entropy_weighted": (lambda x: F.cross_entropy(x, labels(), weights(), ignore_index=1), [IMAGE]),
+    "cross_entropy_smooth": (lambda x: F.cross_entropy(x, labels(), label_smoothing=0.1), [IMAGE]),
+    "cross_entropy_soft": (lambda x, y: F.cross_entropy(x, y.detach().softmax(1)), [IMAGE, IMAGE]),
+    "kl_div": (lambda x, y: F.kl_div(x.log_softmax(1), y.detach().softmax(1)), [IMAGE, IMAGE]),
+    "dice": (lambda x, y: 1 - 2 * (x * y).sum() / (x.square().sum() + y.square().sum()), [IMAGE, IMAGE]),
+}
+POINTWISE = {
+    "hardswish": (F.hardswish, [IMAGE]),
+    "hardsigmoid": (F.hardsigmoid, [IMAGE]),
+    "relu6": (F.relu6, [IMAGE]),
+    "leaky_relu": (F.leaky_relu, [IMAGE]),
+    "elu": (F.elu, [IMAGE]),
+    "gelu": (F.gelu, [IMAGE]),
+    "silu": (F.silu, [IMAGE]),
+    "mish": (F.mish, [IMAGE]),
+    "softplus": (F.softplus, [IMAGE]),
+    "celu": (F.celu, [IMAGE]),
+    "logsigmoid": (F.logsigmoid, [IMAGE]),
+    "glu": (lambda x: F.glu(x, 1), [IMAGE]),
+    "sigmoid_tanh": (lambda x: x.sigmoid() * x.tanh(), [IMAGE]),
+    "in_place": (lambda x: F.relu(x * 1.0, inplace=True).mul(2).add_(x).mul_(2).clamp_(-1, 1), [IMAGE]),
+    "in_place_hard": (lambda x: F.hardswish(x * 1.0, inplace=True), [IMAGE]),
+    "plain_buffer": (lambda x: x * torch.linspace(0, 1, 11).double() + torch.ones(4, 1, 1).double(), [IMAGE]),
+    "plain_full": (lambda x: torch.arange(99.0).double().view(9, 11) - x, [IMAGE]),
+    "where": (lambda x: torch.where(x > 0, x, torch.zeros(()).double()), [IMAGE]),
+    "masked_fill": (lambda x: x.masked_fill(torch.ones(9, 11).triu().bool(), 2.0), [IMAGE]),
+    "scale_map": (lambda x, s: x * s, [IMAGE, (2, 4, 1, 1)]),
+    "gate": (lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), [IMAGE]),
+    "lerp": (lambda x, y: torch.lerp(x, y, 0.3), [IMAGE, IMAGE]),
+    "pow": (lambda x: x.square().add(1).pow(1.5), [IMAGE]),
+}
+CASES = REDUCTIONS | LOSSES | POINTWISE
+ONCE = {"max", "amax", "amin_h", "norm_inf", "hardsigmoid"}  # what is not smooth has no second derivative to compare
+
+
+def run_case(name, mesh, kwargs):
+    torchtp.dtensor.mark(init_device_mesh("cpu", mesh[0]), range(len(mesh[0])))
+    torch.manual_seed(0)
+    fn, shapes = CASES[name]
+    inputs = [torch.randn(shape).double() for shape in shapes]
+    check(fn, mesh, inputs, double=name not in ONCE, **kwargs)
+
+
+@pytest.mark.parametrize("mesh", [W3, HW], ids=["w3", "h2_w2"])
+@pytest.mark.parametrize("name", CASES)
+def test_elementwise_and_reducing_ops_match_reference_without_a_gather(name, mesh):
+    run_ranks(run_case, num_ranks(mesh), name, mesh, {})
+
+
+@pytest.mark.parametrize("name", ["mean", "mean_hw", "var", "mse", "cross_entropy_weighted", "gate"])
+def test_a_cut_batch_counts_too(name):
+    run_ranks(run_case, num_ranks(DATA_W), name, DATA_W, {})
+
+
+def run_prelu():
+    torchtp.dtensor.mark(init_device_mesh("cpu", (2,)), [0])
+    torch.manual_seed(0)
+    check(F.prelu, W2, [torch.randn(IMAGE).double()], [torch.rand(4).double()], plain=False)
+
+
+def test_prelu_matches_reference():
+    run_ranks(run_prelu, 2)
+
+
+def run_item():
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(99.0).view(1, 1, 9, 11)
+    mine = distribute_tensor(x, mesh, [Shard(3)], src_data_rank=None)
+    return mine.sum().item(), float(mine.mean()), x.sum().item(), x.mean().item()
+
+
+def test_item_is_the_value_of_the_whole():
+    for got_sum, got_mean, want_sum, want_mean in run_ranks(run_item, 2):
+        assert got_sum == want_sum
+        assert got_mean == pytest.approx(want_mean, rel=1e-6)

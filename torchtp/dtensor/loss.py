@@ -1,0 +1,158 @@
+"""Losses of cut DTensors: the sum or mean over the whole tensor, replicated; never the mean of means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import cut_locally, cut_of, wrap
+from torchtp.dtensor.pointwise import aligned, common_placements, pointwise
+from torchtp.dtensor.reduction import all_reduced
+from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Replicate,
+    Shard,
+    local_of,
+    passthrough,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _taken(*tensors: Any) -> bool:
+    return any(
+        is_spatial(tensor)
+        or (isinstance(tensor, DTensor) and cut_of(tensor.device_mesh, tensor.placements, tensor.shape) is not None)
+        for tensor in tensors
+    )
+
+
+def _whole(tensor: Any) -> Any:
+    """The value of a scalar that all ranks hold."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return redistributed(local_of(tensor), spec_of(tensor), (Replicate(),) * tensor.device_mesh.ndim)
+
+
+def _arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int]:
+    """All arguments, and where `reduction` is among them."""
+    names = [argument.name for argument in op._schema.arguments]
+    return list(bound(op, args, kwargs)), names.index("reduction")
+
+
+@rule("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+      "soft_margin_loss")  # fmt: skip
+def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values, at = _arguments(op, args, kwargs)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not _taken(*tensors):
+        return passthrough(op, args, kwargs)
+    reduction = values[at]
+    if reduction == _NONE:
+        return pointwise(op, tuple(values), {})
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    mesh, placements = common_placements(op, tensors, shape)
+    values = [aligned(op, value, shape, mesh, placements) for value in values]
+    values[at] = _SUM
+    total = all_reduced(op(*values), mesh, [axis for axis, p in enumerate(placements) if plain_shard(p)])
+    if reduction == _MEAN:
+        total = total / shape.numel()
+    return wrap(total, mesh, (Replicate(),) * mesh.ndim, total.shape)
+
+
+@rule("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
+      "soft_margin_loss_backward")  # fmt: skip
+def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values, at = _arguments(op, args, kwargs)
+    tensors = [value for value in values[1:] if isinstance(value, torch.Tensor)]
+    if not _taken(*tensors):
+        return passthrough(op, args, kwargs)
+    reduction = values[at]
+    if reduction == _NONE:
+        return pointwise(op, tuple(values), {})
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    mesh, placements = common_placements(op, tensors, shape)
+    grad = _whole(values[0])
+    locals_ = [aligned(op, value, shape, mesh, placements) for value in values[1:]]
+    locals_[at - 1] = _SUM
+    result = op(grad / shape.numel() if reduction == _MEAN else grad, *locals_)
+    return wrap(result, mesh, placements, shape)
+
+
+def _logits(op: Op, logits: Any, target: Any, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    """Local logits [N, C, ...] with whole channels, local target [N, ...], and how the logits are cut."""
+    lead = logits if isinstance(logits, DTensor) else None
+    if lead is None or not any(plain_shard(p) for p in spec_of(lead).placements):
+        placements: tuple[Any, ...] = tuple(
+            Shard(p.dim + 1 if p.dim else 0) if plain_shard(p) else Replicate() for p in spec_of(target).placements
+        )
+    else:
+        placements = tuple(p if plain_shard(p) and p.dim != 1 else Replicate() for p in spec_of(lead).placements)
+    for_target = tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) else p for p in placements)
+    return _cut(logits, mesh, placements), _cut(target, mesh, for_target), placements
+
+
+def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return cut_locally(tensor, mesh, placements)
+    return redistributed(local_of(tensor), spec_of(tensor), placements)
+
+
+@rule("nll_loss2d_forward")
+def nll_loss2d_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
+    if not _taken(logits, target):
+        return passthrough(op, args, kwargs)
+    mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
+    local, local_target, placements = _logits(op, logits, target, mesh)
+    weight = _whole(weight)
+    whole = (Replicate(),) * mesh.ndim
+    if reduction == _NONE:
+        output, total = op(local, local_target, weight, reduction, ignore_index)
+        for_target = tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) else p for p in placements)
+        return wrap(output, mesh, for_target, torch.Size([logits.size(0), *logits.shape[2:]])), wrap(
+            total, mesh, whole, total.shape
+        )
+    if local.numel():
+        output, total = op(local, local_target, weight, _SUM, ignore_index)
+    else:
+        output, total = local.new_zeros(()), local.new_zeros(())
+    both = (
+        torch.stack([output.double(), total.double()]) if local.device.type == "cpu" else torch.stack([output, total])
+    )
+    both = all_reduced(both, mesh, [axis for axis, p in enumerate(placements) if plain_shard(p)])
+    output, total = both[0].to(local.dtype), both[1].to(local.dtype)
+    if reduction == _MEAN:
+        output = (both[0] / both[1]).to(local.dtype)
+    return wrap(output, mesh, whole, output.shape), wrap(total, mesh, whole, total.shape)
+
+
+@rule("nll_loss2d_backward")
+def nll_loss2d_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, logits, target, weight, reduction, ignore_index, total = bound(op, args, kwargs)
+    if not _taken(logits, target):
+        return passthrough(op, args, kwargs)
+    mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
+    local, local_target, placements = _logits(op, logits, target, mesh)
+    weight, total = _whole(weight), _whole(total)
+    if reduction == _NONE:
+        for_target = tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) else p for p in placements)
+        grad = _cut(grad, mesh, for_target)
+    else:
+        grad = _whole(grad)
+        if reduction == _MEAN:
+            grad, reduction = grad / total, _SUM
+    if local.numel():
+        result = op(grad, local, local_target, weight, reduction, ignore_index, total)
+    else:
+        result = torch.zeros_like(local)
+    return wrap(result, mesh, placements, logits.shape)

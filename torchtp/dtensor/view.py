@@ -1,0 +1,176 @@
+"""Views of cut DTensors: dims split and merged; the cut stays, moved to the new chunks where these are others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
+from torchtp.dtensor.moving import pulled, pushed, same_chunks, scaled
+from torchtp.dtensor.registry import spatial_rule
+from torchtp.dtensor.shape import axis_cutting, copy_marked, summed
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import Op, Placement, Replicate, Shard, plain_shard
+
+aten = torch.ops.aten
+
+
+def groups_of(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]] | None:
+    """The smallest groups of consecutive dims, old and new, that hold the same elements; None where a dim is 0."""
+    if 0 in old or 0 in new:
+        return [([i], [i]) for i in range(len(old))] if old == new else None
+    groups = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        mine, theirs = [], []
+        a = b = 1
+        if i < len(old):
+            mine.append(i)
+            a *= old[i]
+            i += 1
+        if j < len(new):
+            theirs.append(j)
+            b *= new[j]
+            j += 1
+        while a != b:
+            if a < b:
+                mine.append(i)
+                a *= old[i]
+                i += 1
+            else:
+                theirs.append(j)
+                b *= new[j]
+                j += 1
+        groups.append((mine, theirs))
+    return groups
+
+
+def _inferred(sizes: list[int], numel: int) -> list[int]:
+    if -1 not in sizes:
+        return list(sizes)
+    known = -math.prod(sizes)
+    return [numel // known if size == -1 and known else size for size in sizes]
+
+
+@spatial_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, sizes = args[0], args[1]
+    if not is_spatial(tensor) or has_strided_shard(tensor):
+        return unruled(op, args, kwargs)
+    if isinstance(sizes, torch.dtype):
+        local, mesh, placements = summed(tensor)
+        same = sizes.itemsize == tensor.dtype.itemsize
+        return wrap(local.view(sizes), mesh, placements, tensor.shape) if same else fallback(op, args, kwargs)
+    shape = torch.Size(_inferred(list(sizes), tensor.numel()))
+    groups = groups_of(list(tensor.shape), list(shape))
+    if groups is None:
+        return fallback(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    local_shape: list[int] = list(shape)
+    out: list[Placement] = [p if isinstance(p, Replicate) else Replicate() for p in placements]
+    settle = []
+    copied = False
+    for mine, theirs in groups:
+        cut = [dim for dim in mine if axis_cutting(placements, dim) is not None]
+        if not cut:
+            continue
+        wide = [dim for dim in mine if tensor.size(dim) != 1] or mine[:1]
+        wide_out = [dim for dim in theirs if shape[dim] != 1] or theirs[:1]
+        dim = cut[0]
+        if len(cut) > 1 or dim != wide[0] or not wide_out or (tensor.size(dim) == 1 and len(theirs) > 1):
+            return fallback(op, args, kwargs)
+        axis = axis_cutting(placements, dim)
+        assert axis is not None
+        target = wide_out[0]
+        inside, inside_out = tensor.size(dim), shape[target]
+        if len(wide) > 1 and len(wide_out) > 1 and inside != inside_out:
+            return fallback(op, args, kwargs)
+        if inside_out < inside:  # the cut dim is split: its outermost part is cut
+            factor = inside // inside_out
+            if not same_chunks(mesh, axis, inside_out, factor):
+                local = pulled(local, mesh, axis, dim, inside, inside_out, scaled(factor))
+                copied = True
+            local_shape[target] = local.size(dim) // factor
+        else:  # kept, or merged with what lies inside it
+            factor = inside_out // inside
+            local_shape[target] = local.size(dim) * factor
+            if not same_chunks(mesh, axis, inside, factor):
+                settle.append((axis, target, inside, factor))
+        out[axis] = Shard(target)
+    viewable = _viewed(local, local_shape)
+    copied = copied or viewable.data_ptr() != local.data_ptr()
+    local = viewable
+    for axis, target, inside, factor in settle:
+        # this rank holds `factor` times its chunk of the old dim; the new dim's chunks lie elsewhere
+        local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
+        copied = True
+    result = wrap(local, mesh, tuple(out), shape)
+    return copy_marked(result) if copied and op is not aten._unsafe_view.default else result
+
+
+def _viewed(local: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return local.reshape(shape)
+
+
+@spatial_rule("squeeze.dim", "squeeze.dims", "squeeze")
+def squeeze(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if not is_spatial(tensor) or has_strided_shard(tensor):
+        return unruled(op, args, kwargs)
+    dims = args[1] if len(args) > 1 else list(range(tensor.dim()))
+    dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    dims = sorted(dim for dim in dims if tensor.size(dim) == 1)
+    local, mesh, placements = summed(tensor)
+    if any(plain_shard(p) and p.dim in dims for p in placements):
+        return fallback(op, args, kwargs)
+    kept = tuple(Shard(p.dim - sum(dim < p.dim for dim in dims)) if plain_shard(p) else p for p in placements)
+    shape = torch.Size([size for dim, size in enumerate(tensor.shape) if dim not in dims])
+    return wrap(aten.squeeze.dims(local, dims), mesh, kept, shape)
+
+
+@spatial_rule("pixel_shuffle")
+def pixel_shuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, factor = args
+    if not is_spatial(tensor) or has_strided_shard(tensor) or _cut_before(tensor, 2):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    local = op(local, factor) if local.numel() else local.new_zeros(_shuffled(local.shape, factor))
+    shape = _shuffled(tensor.shape, factor)
+    for axis, placement in enumerate(placements):
+        if plain_shard(placement) and placement.dim >= tensor.dim() - 2:
+            extent = tensor.size(placement.dim)
+            if not same_chunks(mesh, axis, extent, factor):
+                local = pushed(local, mesh, axis, placement.dim, extent * factor, extent, scaled(factor))
+    return wrap(local, mesh, placements, shape)
+
+
+@spatial_rule("pixel_unshuffle")
+def pixel_unshuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, factor = args
+    if not is_spatial(tensor) or has_strided_shard(tensor) or _cut_before(tensor, 2):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    for axis, placement in enumerate(placements):
+        if plain_shard(placement) and placement.dim >= tensor.dim() - 2:
+            extent = tensor.size(placement.dim)
+            if not same_chunks(mesh, axis, extent // factor, factor):
+                local = pulled(local, mesh, axis, placement.dim, extent, extent // factor, scaled(factor))
+    channels, height, width = tensor.shape[-3:]
+    *outer, c, h, w = local.shape
+    local_shape = [*outer, c * factor**2, h // factor, w // factor]
+    local = op(local, factor) if local.numel() else local.new_zeros(local_shape)
+    shape = torch.Size([*tensor.shape[:-3], channels * factor**2, height // factor, width // factor])
+    return wrap(local, mesh, placements, shape)
+
+
+def _cut_before(tensor: Any, last: int) -> bool:
+    """Whether the channels, the dim before the `last` ones, are cut."""
+    return any(plain_shard(p) and p.dim == tensor.dim() - last - 1 for p in tensor.placements)
+
+
+def _shuffled(shape: torch.Size, factor: int) -> torch.Size:
+    *outer, channels, height, width = shape
+    return torch.Size([*outer, channels // factor**2, height * factor, width * factor])
