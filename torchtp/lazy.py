@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -92,6 +92,16 @@ def prepare(root: nn.Module) -> None:
         names = [*module._parameters, *module._buffers]
         if names and type(module) not in _KEEPS_PLAIN and not issubclass(type(module), _Prepared):
             module.__class__ = _prepared(cast(Any, type(module)), tuple(names))
+
+
+def settle_buffers(modules: Iterable[nn.Module]) -> None:
+    """Make buffers plain that a forward replaced by something made of Lazy tensors or cut activations."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Lazy):
+                module._buffers[name] = _unlazy(buffer)
+            elif isinstance(buffer, DTensor):
+                module._buffers[name] = buffer.full_tensor()
 
 
 def unwrap(value: Any) -> Any:

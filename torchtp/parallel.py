@@ -94,6 +94,7 @@ class _State:
         self.output = output
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
+        self._buffered: list[nn.Module] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
@@ -119,6 +120,7 @@ class _State:
         args, kwargs = self._cut(args, kwargs)
         with randomness.stream(self.layout, notes), lazy.running():
             outputs = forward(*args, **kwargs)
+        lazy.settle_buffers(self._have_buffers(module))
         outputs = self._leave(outputs)
         if reducer is not None:
             for leaf in pytree.tree_leaves(outputs):
@@ -135,6 +137,11 @@ class _State:
             if named:
                 self._reducer = GradientReducer(named, self.layout.group, **self._reduces)
         return self._reducer
+
+    def _have_buffers(self, module: nn.Module) -> list[nn.Module]:
+        if self._buffered is None:
+            self._buffered = [part for part in module.modules() if part._buffers]
+        return self._buffered
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
         """All tensors among the arguments, images first, and what is wrong with them."""

@@ -1,0 +1,232 @@
+"""Parameters that stay plain meet cut activations in every way models use them; gradients obey the mean rule."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import make_layout
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import torchtp
+from torchtp.lazy import Lazy
+from torchtp.testing import run_ranks
+
+SHAPE = (2, 4, 5, 7)
+
+
+def _parameter(*shape):
+    return nn.Parameter(torch.randn(shape))
+
+
+class LayerScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = _parameter(4, 1, 1)
+
+    def forward(self, x):
+        return self.gamma * x + x * self.gamma.view(1, 4, 1, 1).sigmoid()
+
+
+class Positions(nn.Module):
+    """A parameter as large as the image: every rank uses its part."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = _parameter(1, 4, 5, 7)
+        self.rows = _parameter(5, 1)
+
+    def forward(self, x):
+        return (x + self.positions) * (1 + self.rows)
+
+
+class Derived(nn.Module):
+    """What is made of parameters alone, of parameters and plain tensors, and in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = _parameter(4, 1, 1), _parameter(4, 1, 1)
+        self.scales = nn.ParameterList([_parameter(1), nn.Parameter(torch.tensor(0.7))])
+
+    def forward(self, x):
+        made = self.a * self.b + torch.arange(4, dtype=x.dtype).view(4, 1, 1)
+        both = torch.stack([made, self.a.exp()])
+        x = x * both[0] + both.mean(0)
+        for scale in self.scales:
+            x = x * scale
+        return torch.where(x > self.a, x, self.b)
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.without_bias = nn.Linear(6, 4, bias=False)
+        self.weight = _parameter(4, 4)
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        x = self.without_bias(F.gelu(self.linear(x)))
+        return F.linear(x, self.weight).permute(0, 3, 1, 2)
+
+
+class Activation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.prelu = nn.PReLU(4)
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1))
+
+    def forward(self, x):
+        return self.conv(self.prelu(x))
+
+
+class WeightStandardised(nn.Conv2d):
+    """timm's StdConv2d: the weight is normalised before it convolves."""
+
+    def forward(self, x):
+        mean = self.weight.mean(dim=(1, 2, 3), keepdim=True)
+        weight = (self.weight - mean) / (self.weight.std(dim=(1, 2, 3), keepdim=True) + 1e-5)
+        return self._conv_forward(x, weight, self.bias)
+
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.randn(4, 1, 1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(4, 1, 1))
+        self.register_buffer("seen", torch.zeros(4, 1, 1))
+        self.scale = _parameter(4, 1, 1)
+
+    def forward(self, x):
+        self.count += 1
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean((0, 2, 3)).view(4, 1, 1)
+        self.average.mul_(0.5).add_(self.mean.detach())
+        self.mean = self.mean * 0.9
+        return (x - self.mean) * self.scale / self.count + self.average
+
+
+class Tied(nn.Module):
+    """One parameter on a cut and on a whole tensor, and as the weight of a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = _parameter(4, 4, 1, 1)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = F.conv2d(x, self.weight)
+        pooled = y.mean((2, 3))
+        token = pooled.full_tensor() if isinstance(pooled, DTensor) else pooled
+        token = self.head(token) @ self.weight.view(4, 4)
+        return y * self.weight.mean() + token.view(2, 4, 1, 1)
+
+
+MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Tied]
+
+
+def _compare(axes, make, num=1):
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    layout = make_layout(axes)
+    torch.manual_seed(4)
+    single = make().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout, reduce=False)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    mine, theirs = image.clone().requires_grad_(), image.clone().requires_grad_()
+    for _ in range(2):
+        output, expected = model(mine), single(theirs)
+        torch.testing.assert_close(output.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+        output.full_tensor().square().sum().backward()
+        expected.square().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    for (name, actual), wanted in zip(model.named_parameters(), single.parameters(), strict=True):
+        assert type(actual.grad) is torch.Tensor, name
+        mean = actual.grad.clone()
+        dist.all_reduce(mean, group=layout.group)
+        mean /= layout.group.size()
+        torch.testing.assert_close(mean, wanted.grad, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text)
+    for (name, actual), wanted in zip(model.named_buffers(), single.buffers(), strict=True):
+        assert type(actual) is torch.Tensor, name
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("make", [*MODULES], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+def test_parameters_meet_cut_activations(axes, make):
+    run_ranks(_compare, torch.Size(axes.values()).numel(), axes, make)
+
+
+def _standardised():
+    return WeightStandardised(4, 4, 3, padding=1)
+
+
+def test_a_weight_that_is_computed_in_forward():
+    run_ranks(_compare, 2, {"w": 2}, _standardised)
+
+
+def _outside():
+    layout = make_layout({"w": 2})
+    model = torchtp.parallelize(LayerScale(), layout)
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(type(module.gamma)))
+    inner = LayerScale.forward
+
+    def forward(self, x):
+        seen.append(type(self.gamma))
+        assert isinstance(self.gamma, torch.Tensor) and not isinstance(self.gamma * 2, DTensor)
+        return inner(self, x)
+
+    LayerScale.forward = forward
+    try:
+        model(torch.zeros(SHAPE))
+    finally:
+        LayerScale.forward = inner
+    assert seen == [Lazy, nn.Parameter]
+    assert model.gamma is model._parameters["gamma"]
+    replacement = nn.Parameter(torch.ones(4, 1, 1))
+    model.gamma = replacement
+    assert model.gamma is replacement and list(model.state_dict()) == ["gamma"]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+    del model.gamma
+    assert not hasattr(model, "gamma")
+
+
+def test_outside_of_forward_a_parameter_is_itself():
+    run_ranks(_outside, 2)
+
+
+def _no_communication():
+    warnings.simplefilter("error", torchtp.GatherWarning)
+    layout = make_layout({"w": 2})
+    for make in (LayerScale, Positions, Dense, Buffers):
+        model = torchtp.parallelize(make(), layout)
+        with torchtp.strict():
+            output = model(torch.randn(SHAPE))
+            output.to_local().sum().backward()
+
+
+def test_parameters_bring_no_gather():
+    run_ranks(_no_communication, 2)
+
+
+def _double_backward():
+    layout = make_layout({"w": 2})
+    torch.manual_seed(4)
+    single = nn.Sequential(LayerScale(), nn.Conv2d(4, 4, 3, padding=1), LayerScale()).double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full", reduce=False)
+    results = []
+    for each in (model, single):
+        image = torch.linspace(-1, 1, 280, dtype=torch.float64).reshape(SHAPE).requires_grad_()
+        (gradient,) = torch.autograd.grad(each(image).square().sum(), image, create_graph=True)
+        gradient.square().sum().backward()
+        results.append(image.grad)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+def test_double_backward_through_the_image():
+    run_ranks(_double_backward, 2)
