@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "core/format.h"
+#include "core/stream_copy.h"
 #include "shm/ring.h"
 
 namespace torchtp::exchange {
@@ -86,13 +87,23 @@ struct ShmExchange::State {
         std::byte* const place = peer.writer.room(room);
         if (room == 0) return;
         const size_t piece = std::min(room, wanted);
-        message.send.source->read(message.done, place, piece);
+        pack(*message.send.source, message.done, place, piece);
         message.done += piece;
         publish(to, room);
       }
       --tickets.at(message.ticket).sends_left;
       finished.push_back(std::move(message.send.source));
       peer.outgoing.pop_front();
+    }
+  }
+
+  // By way of memory that stays in the first-level cache: sources may write in small bits, which must not go past it.
+  void pack(const Source& source, size_t offset, std::byte* out, size_t num_bytes) {
+    if (num_bytes < kStreamedBytes) return source.read(offset, out, num_bytes);
+    for (size_t done = 0; done < num_bytes; done += scratch.size()) {
+      const size_t part = std::min(scratch.size(), num_bytes - done);
+      source.read(offset + done, scratch.data(), part);
+      stream_copy(out + done, scratch.data(), part);
     }
   }
 
@@ -163,6 +174,7 @@ struct ShmExchange::State {
 
   shm::Group& group;
   std::vector<Peer> peers;
+  std::vector<std::byte> scratch = std::vector<std::byte>(size_t{16} << 10);
   std::unordered_map<uint64_t, UnderWay> tickets;
   uint64_t last_ticket = 0;
   std::vector<std::shared_ptr<const void>> finished;  // sources and sinks nobody needs any more

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/format.h"
+#include "core/stream_copy.h"
 #include "shm/ring.h"
 
 namespace torchtp::shm {
@@ -118,7 +119,11 @@ struct Mailbox::State {
         std::byte* const place = peer.writer.room(room);
         if (room == 0) return;
         const size_t piece = std::min(room, wanted);
-        std::memcpy(place, message.data + message.done, piece);
+        if (piece < kStreamedBytes) {
+          std::memcpy(place, message.data + message.done, piece);
+        } else {
+          stream_copy(place, message.data + message.done, piece);
+        }
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kMailbox);

@@ -8,8 +8,6 @@ namespace torchtp::shm {
 
 namespace {
 
-// Measured: longer helps nothing, shorter costs a third of the time of messages of 16 KiB and more.
-constexpr size_t kWalkBytes = size_t{2} << 20;
 constexpr size_t kReserveBytes = size_t{256} << 10;
 
 [[noreturn]] void damaged() { throw Error("a ring in shared memory is damaged: its positions contradict each other"); }
@@ -25,8 +23,7 @@ RingWriter::RingWriter(std::shared_ptr<Segment> segment, Channel channel, int fr
       tail_(control_->tail.load()) {}
 
 void RingWriter::begin_message() {
-  if (head_ % size_ < std::min(kWalkBytes, size_ / 2) || control_->tail.load(std::memory_order_acquire) != head_)
-    return;
+  if (head_ % size_ == 0 || control_->tail.load(std::memory_order_acquire) != head_) return;
   control_->restart_from = head_;
   head_ += size_ - head_ % size_;
   tail_ = head_;

@@ -13,11 +13,10 @@ constexpr size_t kRingUnit = 64;  // everything in a ring begins at a multiple o
 // A byte ring from one rank to another, without locks: one writer, one reader. Positions are 64-bit counts of bytes,
 // the place in the ring is position % size.
 //
-// NOTE [restart] Always walking through the whole ring would touch memory that no cache holds any more; always starting
-// over would write lines the reader's cache still holds. So a message that finds the ring empty starts over at the
-// first byte once a stretch of a few MiB has been walked. The writer notes "whoever stands at restart_from goes on at
-// restart_at" and then publishes its head as ever. The reader looks at the note when it finds news after having stood
-// at the end; the writer changes the note only while the reader stands at the end, so the two never meet.
+// NOTE [restart] Always walking through the whole ring would touch memory that no cache holds and no page backs yet. So
+// a message that finds the ring empty starts over at the first byte: the writer notes "whoever stands at restart_from
+// goes on at restart_at" and then publishes its head as ever. The reader looks at the note when it finds news after
+// having stood at the end; the writer changes the note only while the reader stands at the end, so the two never meet.
 class RingWriter {
  public:
   RingWriter(std::shared_ptr<Segment> segment, Channel channel, int from, int to);
