@@ -6,19 +6,20 @@
 #include <torch/library.h>
 
 #define CUT "int[] cut_dims, int[] cut_extents, str[] cut_groups"
-#define CONVOLUTION \
-  "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
+#define CONVOLUTION "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
 #define MAX_POOL "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 #define AVG_POOL \
   "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor_override"
+#define INTERPOLATE "str mode, int[] output_size, float[] scales, bool align_corners"
 
 TORCH_LIBRARY(torchtp, m) {
   // begins[r], ends[r]: the rows rank r wants; beyond [0, extent) they are `fill`.
   m.def("pull(Tensor input, int dim, int extent, int[] begins, int[] ends, str group, float fill=0) -> Tensor");
   m.def("push_add(Tensor grad, int dim, int extent, int[] begins, int[] ends, str group) -> Tensor");
   // The halves of pull: the first result is complete after pull_finish. Not differentiable.
-  m.def("pull_start(Tensor input, int dim, int extent, int[] begins, int[] ends, str group, float fill=0)"
-        " -> (Tensor, int)");
+  m.def(
+      "pull_start(Tensor input, int dim, int extent, int[] begins, int[] ends, str group, float fill=0)"
+      " -> (Tensor, int)");
   m.def("pull_finish(Tensor(a!) extended, int ticket, str group) -> ()");
 
   m.def("convolution(Tensor input, Tensor weight, Tensor? bias, " CONVOLUTION ", " CUT ") -> Tensor");
@@ -31,4 +32,8 @@ TORCH_LIBRARY(torchtp, m) {
   m.def("max_pool_gather(Tensor input, Tensor indices, " MAX_POOL ", " CUT ") -> Tensor");
   m.def("avg_pool(Tensor input, " AVG_POOL ", " CUT ") -> Tensor");
   m.def("avg_pool_backward(Tensor grad_output, int[] input_sizes, " AVG_POOL ", " CUT ") -> Tensor");
+
+  // mode: nearest, nearest-exact, linear or cubic; output_size is global; a scale of 0 means from the sizes.
+  m.def("interpolate(Tensor input, " INTERPOLATE ", " CUT ") -> Tensor");
+  m.def("interpolate_backward(Tensor grad_output, int[] input_sizes, " INTERPOLATE ", " CUT ") -> Tensor");
 }

@@ -1,0 +1,126 @@
+#include "spatial/taps.h"
+
+#include <ATen/ops/_upsample_nearest_exact1d.h>
+#include <ATen/ops/_upsample_nearest_exact1d_backward.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/upsample_nearest1d.h>
+#include <ATen/ops/upsample_nearest1d_backward.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace torchtp::spatial {
+namespace {
+
+// ATen computes coordinates in the type it accumulates in.
+template <typename T>
+class Coordinates {
+ public:
+  Coordinates(int64_t in_extent, int64_t out_extent, double scale, bool align_corners) : align_corners_(align_corners) {
+    if (align_corners) {
+      step_ = out_extent > 1 ? static_cast<T>(in_extent - 1) / (out_extent - 1) : T(0);
+    } else {
+      step_ = scale > 0 ? static_cast<T>(1.0 / scale) : static_cast<T>(in_extent) / out_extent;
+    }
+  }
+  T at(int64_t output, bool cubic) const {
+    if (align_corners_) return step_ * output;
+    const T place = step_ * (output + T(0.5)) - T(0.5);
+    return !cubic && place < 0 ? T(0) : place;
+  }
+
+ private:
+  bool align_corners_;
+  T step_;
+};
+
+template <typename T>
+Taps linear_taps(int64_t in_extent, int64_t out_extent, double scale, bool align_corners) {
+  const Coordinates<T> coordinates(in_extent, out_extent, scale, align_corners);
+  Taps taps{2, {}, {}};
+  for (int64_t o = 0; o < out_extent; ++o) {
+    const T place = coordinates.at(o, false);
+    // Like ATen: an extent that stays is copied, whatever the scale says.
+    const bool copied = in_extent == out_extent;
+    const int64_t first = copied ? o : std::min(static_cast<int64_t>(std::floor(place)), in_extent - 1);
+    const T weight = copied ? T(0) : std::min(std::max(place - first, T(0)), T(1));
+    taps.places.insert(taps.places.end(), {first, std::min(first + 1, in_extent - 1)});
+    taps.weights.insert(taps.weights.end(), {static_cast<double>(T(1) - weight), static_cast<double>(weight)});
+  }
+  return taps;
+}
+
+// Keys' kernel with A = -0.75.
+template <typename T>
+Taps cubic_taps(int64_t in_extent, int64_t out_extent, double scale, bool align_corners) {
+  const Coordinates<T> coordinates(in_extent, out_extent, scale, align_corners);
+  const T a = T(-0.75);
+  const auto near = [a](T x) { return ((a + 2) * x - (a + 3)) * x * x + 1; };
+  const auto far = [a](T x) { return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a; };
+  Taps taps{4, {}, {}};
+  for (int64_t o = 0; o < out_extent; ++o) {
+    const T place = coordinates.at(o, true);
+    const T floor = std::floor(place);
+    const T t = std::min(std::max(place - floor, T(0)), T(1));
+    const T weights[4] = {far(t + 1), near(t), near(1 - t), far(2 - t)};
+    for (int64_t k = 0; k < 4; ++k) {
+      taps.places.push_back(std::clamp<int64_t>(static_cast<int64_t>(floor) - 1 + k, 0, in_extent - 1));
+      taps.weights.push_back(static_cast<double>(weights[k]));
+    }
+  }
+  return taps;
+}
+
+// Rounding decides which row is nearest, and ATen rounds otherwise in backward than in forward, so ATen itself is
+// asked. Forward it resamples the row numbers. Backward it adds ones: as many as a row gets of them, so many outputs in
+// turn are nearest to it.
+Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scale, at::ScalarType dtype,
+                  bool backward) {
+  const auto type = dtype == at::kDouble || in_extent >= (1 << 24) ? at::kDouble : at::kFloat;
+  const auto options = at::TensorOptions().dtype(type);
+  const std::optional<double> given = scale > 0 ? std::optional<double>(scale) : std::nullopt;
+  at::Tensor nearest;
+  if (backward) {
+    const at::Tensor ones = at::ones({1, 1, out_extent}, options);
+    const std::vector<int64_t> sizes{1, 1, in_extent};
+    const at::Tensor counts = exact ? at::_upsample_nearest_exact1d_backward(ones, {out_extent}, sizes, given)
+                                    : at::upsample_nearest1d_backward(ones, {out_extent}, sizes, given);
+    nearest = at::repeat_interleave(counts.view({in_extent}).to(at::kLong));
+  } else {
+    const at::Tensor rows = at::arange(in_extent, options).view({1, 1, in_extent});
+    nearest = exact ? at::_upsample_nearest_exact1d(rows, {out_extent}, given)
+                    : at::upsample_nearest1d(rows, {out_extent}, given);
+  }
+  nearest = nearest.to(at::kLong).contiguous();
+  TORCH_INTERNAL_ASSERT(nearest.numel() == out_extent);
+  const int64_t* const places = nearest.data_ptr<int64_t>();
+  return {1, {places, places + out_extent}, std::vector<double>(out_extent, 1.0)};
+}
+
+}  // namespace
+
+Interval Taps::read_by(const Interval& outputs) const {
+  if (outputs.empty()) return {};
+  const auto range = std::minmax_element(places.begin() + outputs.begin * each, places.begin() + outputs.end * each);
+  return {*range.first, *range.second + 1};
+}
+
+Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
+               at::ScalarType dtype, bool backward) {
+  const bool wide = dtype == at::kDouble;
+  if (mode == "nearest" || mode == "nearest-exact") {
+    return nearest_taps(mode == "nearest-exact", in_extent, out_extent, scale, dtype, backward);
+  }
+  if (mode == "linear") {
+    return wide ? linear_taps<double>(in_extent, out_extent, scale, align_corners)
+                : linear_taps<float>(in_extent, out_extent, scale, align_corners);
+  }
+  TORCH_CHECK_VALUE(mode == "cubic", "interpolate: mode is nearest, nearest-exact, linear or cubic, not '", mode, "'");
+  return wide ? cubic_taps<double>(in_extent, out_extent, scale, align_corners)
+              : cubic_taps<float>(in_extent, out_extent, scale, align_corners);
+}
+
+}  // namespace torchtp::spatial

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <ATen/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/interval.h"
+
+namespace torchtp::spatial {
+
+// Which input rows make each output row of a dim, and with what weights; all global.
+struct Taps {
+  int64_t each = 1;             // taps of one output row
+  std::vector<int64_t> places;  // [output extent * each]
+  std::vector<double> weights;  // [output extent * each]
+
+  // Input rows that some output row of `outputs` reads.
+  Interval read_by(const Interval& outputs) const;
+};
+
+// The taps of ATen's upsample functions, or of their backward functions, for tensors of type `dtype`; `scale` 0 means
+// from the sizes.
+Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
+               at::ScalarType dtype, bool backward);
+
+}  // namespace torchtp::spatial

@@ -1,0 +1,126 @@
+"""interpolate cut over ranks against F.interpolate on the whole tensor."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharding import assert_same, layout_of, random_layout, shardings
+
+from torchtp.testing import RanksFailed, run_ranks
+
+MODES = {
+    1: {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "linear"},
+    2: {"nearest": "nearest", "nearest-exact": "nearest-exact", "bilinear": "linear", "bicubic": "cubic"},
+    3: {"nearest": "nearest", "nearest-exact": "nearest-exact", "trilinear": "linear"},
+}
+
+
+def draw(rng, dims):
+    """A mode of F.interpolate, ours, extents, and either output sizes or scale factors."""
+    mode, ours = rng.choice(sorted(MODES[dims].items()))
+    extents = [rng.randint(1, (40, 15, 8)[dims - 1]) for _ in range(dims)]
+    keywords = {"mode": mode}
+    if "nearest" not in mode:
+        keywords["align_corners"] = rng.random() < 0.4
+    if rng.random() < 0.5:
+        keywords["scale_factor"] = [rng.choice([0.4, 0.5, 0.75, 1.0, 1.3, 2.0, 2.5, 3.7]) for _ in range(dims)]
+        sizes = [max(1, int(extent * scale)) for extent, scale in zip(extents, keywords["scale_factor"], strict=True)]
+        if any(int(e * s) < 1 for e, s in zip(extents, keywords["scale_factor"], strict=True)):
+            return draw(rng, dims)
+        scales = keywords["scale_factor"]
+    else:
+        sizes = keywords["size"] = [rng.choice([1, extent, 2 * extent, rng.randint(1, 40)]) for extent in extents]
+        scales = [0.0] * dims
+    return mode, ours, extents, keywords, sizes, scales
+
+
+def interpolations(seed, count, dtype, tolerance):
+    import torchtp  # noqa: F401
+
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(count):
+        dims = (2, 1, 2, 3)[case % 4]
+        _, ours, extents, keywords, sizes, scales = draw(rng, dims)
+        cut = rng.choice(shardings(range(2, 2 + dims)))
+        x = torch.randn(2, 3, *extents, dtype=dtype).contiguous(memory_format=random_layout(rng, 2 + dims))
+        x.requires_grad_()
+        what = (case, extents, keywords, cut, layout_of(x))
+        y = F.interpolate(x, **keywords)
+        dy = torch.randn(y.shape, dtype=dtype, requires_grad=True)
+        if rng.random() < 0.2:
+            dy = torch.ones(1, dtype=dtype).expand(y.shape).requires_grad_()
+        part, part_dy = cut.shard(x), cut.shard(dy)
+        align = keywords.get("align_corners", False)
+        out = torch.ops.torchtp.interpolate(part, ours, sizes, scales, align, *cut.cut(x))
+        assert_same(out, cut.shard(y), what, 0 if "nearest" in ours else tolerance)
+
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        (part_dx,) = torch.autograd.grad(out, part, part_dy, create_graph=True)
+        assert_same(part_dx, cut.shard(dx), what, tolerance)
+        v = torch.randn(x.shape, dtype=dtype)
+        (ddy,) = torch.autograd.grad(dx, dy, v)
+        (part_ddy,) = torch.autograd.grad(part_dx, part_dy, cut.shard(v))
+        assert_same(part_ddy, cut.shard(ddy), what, tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_interpolate_and_its_gradients_match_the_whole_tensor(size):
+    run_ranks(interpolations, size, size, 120, torch.float64, 1e-10, timeout=240)
+
+
+def test_single_precision_matches_too():
+    run_ranks(interpolations, 2, 7, 60, torch.float32, 1e-5, timeout=120)
+
+
+def half_precision():
+    import torchtp  # noqa: F401
+
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(1, 2, 9, 13, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for cut in shardings([2, 3]):
+            out = torch.ops.torchtp.interpolate(cut.shard(x), "linear", [20, 27], [0.0, 0.0], False, *cut.cut(x))
+            expected = cut.shard(F.interpolate(x.float(), size=(20, 27), mode="bilinear"))
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_half_precision_accumulates_in_single():
+    run_ranks(half_precision, 2)
+
+
+def check_op():
+    import torchtp  # noqa: F401
+
+    x = torch.randn(1, 2, 9, 13, dtype=torch.float64, requires_grad=True)
+    cut = shardings([3])[0]
+    part = cut.shard(x)
+    args = ("linear", [18, 20], [0.0, 0.0], False, *cut.cut(x))
+    torch.library.opcheck(torch.ops.torchtp.interpolate.default, (part, *args))
+    dy = torch.ops.torchtp.interpolate(part, *args).detach().requires_grad_()
+    torch.library.opcheck(torch.ops.torchtp.interpolate_backward.default, (dy, list(part.shape), *args))
+
+
+def test_opcheck():
+    run_ranks(check_op, 1)
+
+
+def refuse(mode, sizes):
+    import torchtp  # noqa: F401
+
+    x = torch.randn(1, 2, 4, 6)
+    cut = shardings([3])[0]
+    torch.ops.torchtp.interpolate(cut.shard(x), mode, sizes, [0.0, 0.0], False, *cut.cut(x))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "message"),
+    [("area", [4, 4], "mode is nearest"), ("linear", [4], "needs 2 output sizes"), ("linear", [4, 0], "at least one")],
+)
+def test_mistakes_raise_on_all_ranks(mode, sizes, message):
+    with pytest.raises(RanksFailed, match=message) as error:
+        run_ranks(refuse, 2, mode, sizes, timeout=30)
+    assert sorted(error.value.failures) == [0, 1]
