@@ -24,7 +24,7 @@ from benchmarks.common import Spread, parser, report, run_ranks, slowest
 from torchtp import _C
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from networks import Classifier, ConvNeXt, DisparityNet  # noqa: E402
+from networks import Classifier, ConvNeXt, DisparityNet
 
 WORKLOADS = {
     "disparity 500 x 741": (lambda: DisparityNet([1, 1, 2], [16, 32, 64], 0.0), (1, 6, 500, 741)),

@@ -80,7 +80,9 @@ void Reducer::reset_statistics() {
 
 Statistics Reducer::statistics() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return statistics_;
+  Statistics statistics = statistics_;
+  statistics.num_buckets = static_cast<int64_t>(buckets_.size());
+  return statistics;
 }
 
 std::vector<Event> Reducer::events() const {
@@ -244,7 +246,6 @@ void Reducer::plan() {
   }
   buckets_ = std::move(buckets);
   next_bucket_ = 0;
-  statistics_.num_buckets = static_cast<int64_t>(buckets_.size());
 }
 
 void Reducer::end_of_backward(bool nested) {
