@@ -3,6 +3,7 @@
 from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     convolution,
     fallback,
+    interpolate,
     loss,
     pointwise,
     random,

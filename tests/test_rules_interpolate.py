@@ -1,0 +1,56 @@
+"""F.interpolate of cut DTensors equals the single device, to second order, without a gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rules import DATA_W, H2, H4, HW, W2, check, num_ranks
+
+from torchtp.testing import run_ranks
+
+CASES = {
+    "bilinear": {"size": (13, 21), "mode": "bilinear"},
+    "corners": {"scale_factor": 2, "mode": "bilinear", "align_corners": True},
+    "shrinking": {"scale_factor": 0.6, "mode": "bilinear"},
+    "nearest": {"scale_factor": 2},
+    "exact": {"size": (4, 17), "mode": "nearest-exact"},
+    "bicubic": {"scale_factor": (1.5, 2.3), "mode": "bicubic"},
+}
+
+
+def run_case(name, mesh):
+    torch.manual_seed(0)
+    check(lambda x: F.interpolate(x, **CASES[name]), mesh, [torch.randn(2, 3, 7, 9).double()], cut_output=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpolate_cut_over_ranks_matches_reference(name):
+    for mesh in (W2, H2, HW, H4, DATA_W):
+        run_ranks(run_case, num_ranks(mesh), name, mesh)
+
+
+def run_other_dims():
+    torch.manual_seed(0)
+    check(lambda x: F.interpolate(x, 17, mode="linear"), ((2,), (2,)), [torch.randn(2, 3, 7).double()])
+    volume = torch.randn(1, 2, 4, 5, 7).double()
+    check(lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), ((2,), (4,)), [volume])
+
+
+def test_interpolate_in_one_and_three_dims_matches_reference():
+    run_ranks(run_other_dims, 2)
+
+
+def run_pooled():
+    torch.manual_seed(0)
+    weight = torch.randn(3, 3, 1, 1).double()
+
+    def spread(x, w):
+        pooled = F.conv2d(x.mean((2, 3), keepdim=True), w)
+        return x * F.interpolate(pooled, size=x.shape[2:], mode="bilinear")
+
+    check(spread, W2, [torch.randn(2, 3, 7, 9).double()], [weight])
+
+
+def test_a_pooled_map_is_spread_over_a_cut_one():
+    run_ranks(run_pooled, 2)

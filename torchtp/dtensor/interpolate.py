@@ -1,0 +1,72 @@
+"""Resampling of cut DTensors: nearest, linear and cubic, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import cut_of, owned, wrap
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.spatial import arrange, mark
+from torchtp.dtensor.upstream import DTensor, Op
+
+# aten's function (its backward is the name with _backward) -> the mode of torchtp::interpolate.
+MODES = {
+    "upsample_nearest1d": "nearest",
+    "upsample_nearest2d": "nearest",
+    "upsample_nearest3d": "nearest",
+    "_upsample_nearest_exact1d": "nearest-exact",
+    "_upsample_nearest_exact2d": "nearest-exact",
+    "_upsample_nearest_exact3d": "nearest-exact",
+    "upsample_linear1d": "linear",
+    "upsample_bilinear2d": "linear",
+    "upsample_trilinear3d": "linear",
+    "upsample_bicubic2d": "cubic",
+}
+
+ops = torch.ops.torchtp
+
+
+def _is_cut(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor) and cut_of(tensor.device_mesh, tensor.placements, tensor.shape) is not None
+
+
+def _params(mode: str, size: list[int], others: list[Any]) -> tuple[str, list[int], list[float], bool]:
+    """The arguments after the sizes are align_corners, where the mode has it, and one scale or None for each dim."""
+    align_corners = bool(others[0]) if "nearest" not in mode else False
+    return mode, size, [scale or 0.0 for scale in others[-len(size) :]], align_corners
+
+
+@rule(*(name + "." for name in MODES))
+def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, output_size, *others = bound(op, args, kwargs)
+    if not _is_cut(input):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, lambda _dim: True)
+    cut = cut_of(mesh, placements, input.shape)
+    assert cut is not None
+    mark(mesh, cut.axes)
+    params = _params(MODES[op._schema.name.removeprefix("aten::")], list(output_size), others)
+    output = ops.interpolate(local, *params, cut.dims, cut.extents, cut.groups)
+    return wrap(output, mesh, placements, torch.Size([*input.shape[:2], *output_size]))
+
+
+@rule(*(name + "_backward." for name in MODES))
+def interpolate_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cut as the output's gradient is, also where the input was whole: its gradient is smaller than the output's."""
+    grad_output, output_size, input_size, *others = bound(op, args, kwargs)
+    if not _is_cut(grad_output):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, grad_output, lambda _dim: True)
+    shape = torch.Size(input_size)
+    cut = cut_of(mesh, placements, shape)
+    assert cut is not None
+    params = _params(MODES[op._schema.name.removeprefix("aten::").removesuffix("_backward")], list(output_size), others)
+    sizes = [*local.shape[:2], *shape[2:]]
+    for dim, extent, axis in zip(cut.dims, cut.extents, cut.axes, strict=True):
+        begin, end = owned(extent, mesh.size(axis), mesh.get_local_rank(axis))
+        sizes[dim] = end - begin
+    grad_input = ops.interpolate_backward(local, sizes, *params, cut.dims, cut.extents, cut.groups)
+    return wrap(grad_input, mesh, placements, shape)
