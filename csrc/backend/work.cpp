@@ -109,7 +109,8 @@ std::exception_ptr as_dist_error(std::exception_ptr error) {
     std::rethrow_exception(error);
   } catch (const Error& own) {
     try {
-      TORCH_CHECK_WITH(DistBackendError, false, "torchtp: ", own.what());
+      const std::string what = own.what();
+      TORCH_CHECK_WITH(DistBackendError, false, what.rfind("torchtp", 0) == 0 ? "" : "torchtp: ", what);
     } catch (...) {
       return std::current_exception();
     }
