@@ -24,7 +24,7 @@ def draw(rng, dims):
         stride = [rng.randint(1, 4) for _ in range(dims)]
         dilation = [rng.randint(1, 3) for _ in range(dims)]
         padding = [rng.randint(0, k // 2) for k in kernel]
-        if all(L + 2 * p >= d * (k - 1) + 1 for L, k, p, d in zip(extents, kernel, padding, dilation)):
+        if all(L + 2 * p >= d * (k - 1) + 1 for L, k, p, d in zip(extents, kernel, padding, dilation, strict=True)):
             return extents, kernel, stride, padding, dilation
 
 
@@ -76,7 +76,7 @@ def avg_pools(seed, count):
     for case in range(count):
         dims = case % 3 + 1
         extents, kernel, stride, padding, _ = draw(rng, dims)
-        if any(L + (0 if dims == 3 else 2 * p) < k for L, k, p in zip(extents, kernel, padding)):
+        if any(L + (0 if dims == 3 else 2 * p) < k for L, k, p in zip(extents, kernel, padding, strict=True)):
             continue  # ATen's avg_pool3d refuses kernels wider than the input
         ceil, include = rng.random() < 0.5, rng.random() < 0.5
         override = rng.choice([None, 7]) if dims > 1 else None

@@ -1,0 +1,35 @@
+#include "backend/reduce.h"
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace torchtp::backend {
+
+at::Tensor all_gather(const at::Tensor& mine, const std::vector<std::string>& groups) {
+  at::Tensor all = mine.contiguous().unsqueeze(0);
+  for (const std::string& name : groups) {
+    const auto group = c10d::resolve_process_group(name);
+    const int64_t size = group->getSize(), each = all.size(0);
+    if (size == 1) continue;
+    std::vector<int64_t> sizes = all.sizes().vec();
+    sizes[0] = size * each;
+    at::Tensor next = at::empty(sizes, all.options());
+    std::vector<std::vector<at::Tensor>> parts(1);
+    for (int64_t rank = 0; rank < size; ++rank) parts[0].push_back(next.narrow(0, rank * each, each));
+    std::vector<at::Tensor> inputs{all};
+    group->allgather(parts, inputs)->wait();
+    all = next;
+  }
+  return all;
+}
+
+void all_reduce(const at::Tensor& sum, const std::vector<std::string>& groups) {
+  for (const std::string& name : groups) {
+    const auto group = c10d::resolve_process_group(name);
+    if (group->getSize() == 1) continue;
+    std::vector<at::Tensor> tensors{sum};
+    group->allreduce(tensors)->wait();
+  }
+}
+
+}  // namespace torchtp::backend

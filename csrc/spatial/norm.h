@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+#include <vector>
+
+// The passes that batch norm and group norm share, over x of [N, C, ...] in a dense layout (pull.h's `dense`). Numbers
+// for each (batch, channel) or, with one row, for each channel are float64 tensors of [N or 1, C].
+namespace torchtp::spatial {
+
+struct Moments {
+  at::Tensor mean, m2;  // m2: sum of squared differences from the mean
+};
+
+// Of every (batch, channel) of x: [N, C] each.
+Moments moments(const at::Tensor& x);
+// Sum of dy and of dy * (x - center) of every (batch, channel): [N, C] each.
+std::tuple<at::Tensor, at::Tensor> dots(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& center);
+// (x - center) * scale + shift.
+at::Tensor affine(const at::Tensor& x, const at::Tensor& center, const at::Tensor& scale, const at::Tensor& shift);
+// dy * on_dy + (x - center) * on_x + shift.
+at::Tensor combine(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& center, const at::Tensor& on_dy,
+                   const at::Tensor& on_x, const at::Tensor& shift);
+
+// Statistics of several parts as those of the whole: counts [P] or [P, 1...], mean and m2 [P, ...]. Parts of count 0
+// may hold anything finite.
+Moments merge(const at::Tensor& counts, const Moments& parts);
+// The same over the ranks of the groups, in rank order: every rank gets the same bits. Also the total count (a float64
+// scalar tensor). One small all_gather a group.
+std::tuple<Moments, at::Tensor> merge_over(const Moments& mine, int64_t count, const std::vector<std::string>& groups);
+
+// float for 16-bit types.
+at::ScalarType statistics_type(at::ScalarType type);
+
+// Gradients of (dx, dw, db) = norm backward with regard to (dy, x, w), for any norm: x of [A, K, ...] is normed over
+// `dims`, w broadcasts against x. The cotangents may be undefined. Returns (for dy, for x, for w before it is summed
+// to w's shape). With `count` undefined the statistics were constants. One allreduce.
+std::array<at::Tensor, 3> norm_double_backward(const std::array<at::Tensor, 3>& cotangents, const at::Tensor& dy,
+                                               const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
+                                               const at::Tensor& invstd, at::IntArrayRef dims, bool constant,
+                                               const std::vector<std::string>& groups);
+
+}  // namespace torchtp::spatial
