@@ -27,11 +27,13 @@ TORCH_LIBRARY(torchtp, m) {
         ", bool[3] output_mask, " CUT ") -> (Tensor, Tensor, Tensor)");
 
   // Statistics over all ranks of the groups; what is saved is (mean, 1 / standard deviation).
-  m.def("batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-        "bool training, float momentum, float eps, str[] groups) -> (Tensor, Tensor, Tensor)");
-  m.def("batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? running_mean, "
-        "Tensor? running_var, Tensor save_mean, Tensor save_invstd, bool training, float eps, bool[3] output_mask, "
-        "str[] groups) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "bool training, float momentum, float eps, str[] groups) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? running_mean, "
+      "Tensor? running_var, Tensor save_mean, Tensor save_invstd, bool training, float eps, bool[3] output_mask, "
+      "str[] groups) -> (Tensor, Tensor, Tensor)");
 
   // Indices are flat ones of the global plane; input_sizes are local.
   m.def("max_pool(Tensor input, " MAX_POOL ", " CUT ") -> (Tensor, Tensor)");

@@ -18,9 +18,9 @@ struct PullPlan {
     Interval rows;  // global
   };
 
-  Interval own;       // what this rank holds
-  Interval wanted;    // what it wants, clipped to [0, extent)
-  Interval kept;      // own rows it wants itself
+  Interval own;                // what this rank holds
+  Interval wanted;             // what it wants, clipped to [0, extent)
+  Interval kept;               // own rows it wants itself
   std::vector<Part> sends;     // ascending peers
   std::vector<Part> receives;  // ascending peers
   bool anyone_moves = false;   // some rank of the group sends something: known to all alike

@@ -45,8 +45,8 @@ at::Tensor no_rows(const at::Tensor& input, const at::Tensor& weight, const Conv
                    const std::vector<Cut>& cuts) {
   std::vector<int64_t> sizes = output_sizes(input, weight, params);
   for (const Cut& cut : cuts) {
-    sizes[cut.dim] = owned(convolution_extent(params, weight, cut.dim - 2, cut.extent), cut.group.size, cut.group.rank)
-                         .size();
+    sizes[cut.dim] =
+        owned(convolution_extent(params, weight, cut.dim - 2, cut.extent), cut.group.size, cut.group.rank).size();
   }
   return at::zeros(sizes, input.options());
 }
@@ -61,8 +61,8 @@ at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::o
   for (const Cut& cut : cuts) {
     const size_t index = cut.dim - 2;
     const Window window = window_of(global, weight, index);
-    const auto wanted = map_shards(cut, output_extent(window, cut.extent),
-                                   [&](const Interval& out) { return read_by(out, window); });
+    const auto wanted =
+        map_shards(cut, output_extent(window, cut.extent), [&](const Interval& out) { return read_by(out, window); });
     input = pull(input, cut, wanted, wanted[cut.group.rank]);
     params.padding[index] = 0;
     nothing |= is_empty(cut, wanted);
@@ -83,9 +83,8 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
     const size_t index = cut.dim - 2;
     const Window window = window_of(global, weight, index);
     const int64_t extent = convolution_extent(global, weight, index, cut.extent);
-    const auto wanted = map_shards(cut, extent, [&](const Interval& out) {
-      return intersect(readers_of(out, window), Interval{0, cut.extent});
-    });
+    const auto wanted = map_shards(
+        cut, extent, [&](const Interval& out) { return intersect(readers_of(out, window), Interval{0, cut.extent}); });
     const Interval in = wanted[cut.group.rank];
     const Interval out = owned(extent, cut.group.size, cut.group.rank);
     input = pull(input, cut, wanted, in);
@@ -149,9 +148,9 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
     TORCH_CHECK_VALUE(cut.dim >= 2, "convolution: dim ", cut.dim, " is not spatial; cut one of dims 2 to ",
                       input.dim() - 1);
     const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
-    TORCH_CHECK(extent > 0, "convolution: kernel ", weight.size(cut.dim), " with dilation ", params.dilation[cut.dim - 2],
-                " and padding ", params.padding[cut.dim - 2], " does not fit into dim ", cut.dim, " of global extent ",
-                cut.extent);
+    TORCH_CHECK(extent > 0, "convolution: kernel ", weight.size(cut.dim), " with dilation ",
+                params.dilation[cut.dim - 2], " and padding ", params.padding[cut.dim - 2], " does not fit into dim ",
+                cut.dim, " of global extent ", cut.extent);
   }
   return params.transposed ? forward_transposed(input, weight, bias, params, cuts)
                            : forward_conv(input, weight, bias, params, cuts);

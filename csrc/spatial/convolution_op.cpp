@@ -74,8 +74,9 @@ struct Call {
   Groups cut_groups;
 
   at::Tensor forward(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) const {
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("torchtp::convolution", "").typed<decltype(convolution_kernel)>();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("torchtp::convolution", "")
+                               .typed<decltype(convolution_kernel)>();
     return op.call(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, cut_dims,
                    cut_extents, cut_groups);
   }
@@ -103,9 +104,14 @@ struct Call {
 
   static Call load(AutogradContext* ctx) {
     auto& data = ctx->saved_data;
-    return {data["stride"].toIntVector(),      data["padding"].toIntVector(),        data["dilation"].toIntVector(),
-            data["transposed"].toBool(),       data["output_padding"].toIntVector(), data["groups"].toInt(),
-            data["cut_dims"].toIntVector(),    data["cut_extents"].toIntVector(),
+    return {data["stride"].toIntVector(),
+            data["padding"].toIntVector(),
+            data["dilation"].toIntVector(),
+            data["transposed"].toBool(),
+            data["output_padding"].toIntVector(),
+            data["groups"].toInt(),
+            data["cut_dims"].toIntVector(),
+            data["cut_extents"].toIntVector(),
             c10::impl::toTypedList<std::string>(data["cut_groups"].toList())};
   }
 };

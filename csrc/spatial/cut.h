@@ -1,7 +1,7 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
 
 #include <string>
 #include <vector>
@@ -20,8 +20,8 @@ struct Cut {
   Interval own() const { return owned(extent, group.size, group.rank); }
 };
 
-// The three parallel lists of a schema (cut_dims, cut_extents, cut_groups) as one list. Throws when their lengths differ
-// or a dim is out of range.
+// The three parallel lists of a schema (cut_dims, cut_extents, cut_groups) as one list. Throws when their lengths
+// differ or a dim is out of range.
 std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const c10::List<std::string>& groups,
                            int64_t num_dims);
 

@@ -48,7 +48,9 @@ Pulling::Pulling(const at::Tensor& input, const Cut& cut, const std::vector<Inte
   moves_ = plan->anyone_moves;
   if (moves_) ticket_ = start(cut, std::move(sends), std::move(receives));
 
-  const auto rows = [&](const Interval& part) { return extended_.narrow(cut.dim, part.begin - frame.begin, part.size()); };
+  const auto rows = [&](const Interval& part) {
+    return extended_.narrow(cut.dim, part.begin - frame.begin, part.size());
+  };
   if (!plan->kept.empty()) {
     rows(plan->kept).copy_(source.narrow(cut.dim, plan->kept.begin - plan->own.begin, plan->kept.size()));
   }

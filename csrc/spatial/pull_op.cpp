@@ -12,7 +12,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-Cut cut_of(int64_t dim, int64_t extent, const std::string& group) { return {dim, extent, backend::spatial_group(group)}; }
+Cut cut_of(int64_t dim, int64_t extent, const std::string& group) {
+  return {dim, extent, backend::spatial_group(group)};
+}
 
 std::vector<Interval> intervals(at::IntArrayRef begins, at::IntArrayRef ends, const Cut& cut) {
   TORCH_CHECK_VALUE(begins.size() == static_cast<size_t>(cut.group.size) && ends.size() == begins.size(),
