@@ -85,6 +85,19 @@ class GradientReducer:
         finally:
             self._reducer.sync = before
 
+    def reduce_every(self, num_backwards: int) -> None:
+        """Only every n-th backward reduces from now on; those between accumulate, as under `no_sync`."""
+        self._reducer.set_interval(num_backwards)
+
+    @property
+    def num_unreduced(self) -> int:
+        """Backwards since the last one that reduced, after `reduce_every(n)` with n > 1."""
+        return self._reducer.num_unreduced
+
+    def reduce(self) -> None:
+        """Reduce what gradients hold now, outside backward. Collective: every rank calls it."""
+        self._reducer.reduce()
+
     def prepare(self) -> None:
         """Call before forward if backward may fail: waits for what a failed backward left under way."""
         self._reducer.prepare()

@@ -65,6 +65,9 @@ void bind_gradients(pybind11::module_& m) {
       .def(py::init(&create), py::arg("parameters"), py::arg("names"), py::arg("group_name"), py::arg("bucket_bytes"),
            py::arg("first_bucket_bytes"), py::arg("compression"), py::arg("average"))
       .def_property("sync", &Reducer::sync, &Reducer::set_sync)
+      .def("set_interval", &Reducer::set_interval, py::arg("num_backwards"))
+      .def_property_readonly("num_unreduced", &Reducer::num_unreduced)
+      .def("reduce", &Reducer::reduce, no_gil)
       .def("prepare", &Reducer::prepare, no_gil)
       .def("watch", &Reducer::watch, no_gil, py::arg("output"))
       .def("record", &Reducer::record, py::arg("on"))

@@ -85,6 +85,8 @@ bool accumulates_into(const std::vector<Accumulator>& accumulators) {
   return false;
 }
 
+int current_backward() { return torch::autograd::get_current_graph_task_id(); }
+
 void begin_backward(const std::weak_ptr<Listener>& listener) {
   auto end = std::make_shared<EndOfBackward>(listener);
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });

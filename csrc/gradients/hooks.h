@@ -34,6 +34,9 @@ void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& l
 // Within a backward: whether it may add to gradients of parameters; torch.autograd.grad() does not.
 bool accumulates_into(const std::vector<Accumulator>& accumulators);
 
+// Within a backward: its number, different from that of every other.
+int current_backward();
+
 // Within a backward: promises `listener` one of end_of_backward and abandoned_backward.
 void begin_backward(const std::weak_ptr<Listener>& listener);
 

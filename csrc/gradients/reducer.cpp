@@ -59,6 +59,28 @@ bool Reducer::sync() const {
   return sync_;
 }
 
+void Reducer::set_interval(int64_t num_backwards) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(num_backwards >= 1, "gradients: at least every 1st backward reduces, but the interval is ",
+                    num_backwards);
+  interval_ = num_backwards;
+  num_local_ = 0;
+}
+
+int64_t Reducer::num_unreduced() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return num_local_;
+}
+
+void Reducer::reduce() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (collective_.size() == 1) return;
+  TORCH_CHECK(!in_pass_, "gradients: reduce() must be called outside backward, which reduces by itself");
+  settle();
+  begin();
+  finish_or_tell();
+}
+
 void Reducer::prepare() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!in_pass_) settle();
@@ -112,7 +134,18 @@ void Reducer::before_accumulation() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (in_pass_) return;
   settle();
-  if (sync_) begin();
+  if (!sync_ || is_between()) return;
+  begin();
+  in_pass_ = true;
+  begin_backward(weak_from_this());
+}
+
+bool Reducer::is_between() {
+  if (interval_ == 1) return false;
+  const int task = current_backward();
+  if (task != last_task_) ++num_local_;
+  last_task_ = task;
+  return num_local_ < interval_;
 }
 
 void Reducer::before_output() {
@@ -136,8 +169,6 @@ void Reducer::begin() {
     parameter.with_graph.reset();
     if (trained && !buckets_.empty()) ++num_missing_[parameter.bucket];
   }
-  in_pass_ = true;
-  begin_backward(weak_from_this());
 }
 
 void Reducer::after_accumulation(size_t index) {
@@ -257,6 +288,11 @@ void Reducer::end_of_backward(bool nested) {
         "use checkpoint(use_reentrant=False), or have the reducer watch the model's output");
   }
   in_pass_ = false;
+  finish_or_tell();
+}
+
+void Reducer::finish_or_tell() {
+  num_local_ = 0;
   try {
     finish();
   } catch (...) {

@@ -39,6 +39,11 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   // While off, gradients stay this rank's own and accumulate.
   void set_sync(bool on);
   bool sync() const;
+  // Only every n-th backward is a pass; those between accumulate.
+  void set_interval(int64_t num_backwards);
+  int64_t num_unreduced() const;  // backwards since the last pass, while only every n-th is one
+  // Outside backward, collective: a pass over what gradients hold now. Starts counting the interval anew.
+  void reduce();
   // Before forward: waits for what a failed backward left under way.
   void prepare();
   // A backward through `output` is a pass even if it reaches no parameter on this rank.
@@ -71,6 +76,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
 
   // All of these with mutex_ held.
   void begin();
+  bool is_between();
   void settle();
   void plan();
   void stow(Parameter& parameter);
@@ -79,6 +85,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void start_rest(bool failed);
   void tell_failure() noexcept;
   void finish();
+  void finish_or_tell();
   void hand_out(Parameter& parameter);
   void note(Event::Kind kind, size_t index);
   void measure(int64_t end_of_backward);
@@ -94,6 +101,9 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   std::vector<int64_t> order_;                // of the first pass
   size_t next_bucket_ = 0;
   bool sync_ = true;
+  int64_t interval_ = 1;
+  int64_t num_local_ = 0;  // backwards since the last pass, with the one that runs
+  int last_task_ = -1;     // of the engine, that num_local_ counted
   bool in_pass_ = false;
   bool failed_ = false;  // a failed pass is not settled yet
   bool records_ = false;

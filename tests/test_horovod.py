@@ -1,0 +1,116 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchtp.horovod as hvd
+from torchtp.testing import RanksFailed, run_ranks
+
+
+def _model():
+    torch.manual_seed(3 + hvd.rank())
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model
+
+
+def _input(seed):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _loss(model, seed):
+    return model(_input(seed)).square().sum()
+
+
+def _flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def _train(op, passes, calls):
+    """Three steps of `calls` backwards each, and of a single process on all ranks' inputs; the largest difference."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    model, reference = _model(), _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes, op=op
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    alone = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+    schedule_alone = torch.optim.lr_scheduler.StepLR(alone, 1, 0.9)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert isinstance(optimizer, torch.optim.SGD)
+    for step in range(3):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        for call in range(calls):
+            _loss(model, 100 * step + 10 * call + rank).backward()
+            for r in range(size):
+                (_loss(reference, 100 * step + 10 * call + r) / (size if op == hvd.Average else 1)).backward()
+        optimizer.step()
+        alone.step()
+        schedule.step()
+        schedule_alone.step()
+    return (_flat(model) - _flat(reference)).abs().max().item()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.parametrize(("passes", "calls"), [(1, 1), (3, 3), (3, 2)])
+def test_a_distributed_optimizer_steps_as_one_process_does(op, passes, calls):
+    assert max(run_ranks(_train, 2, op, passes, calls, backend="torchtp")) < 1e-12
+
+
+def _collectives():
+    hvd.init()
+    rank = hvd.rank()
+    x = torch.full((2, 3), rank + 1.0)
+    transposed = torch.arange(6.0).view(2, 3).t() + rank
+    handle = hvd.allreduce_async(x, op=hvd.Sum)
+    results = {
+        "average": hvd.allreduce(x),
+        "sum": hvd.synchronize(handle),
+        "again": hvd.synchronize(handle),
+        "half": hvd.allreduce(x * 30000, compression=hvd.Compression.fp16),
+        "max": hvd.allreduce(torch.tensor(rank), op=hvd.Max),
+        "integers": hvd.allreduce(torch.tensor(rank * 3)),
+        "gathered": hvd.allgather(torch.full((rank, 2), float(rank))),
+        "broadcast": hvd.broadcast(x, 1),
+        "object": hvd.broadcast_object({"rank": rank}, 1),
+        "strided": hvd.broadcast_(transposed, 1),
+        "places": (hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size(), hvd.poll(handle)),
+    }
+    assert x.equal(torch.full((2, 3), rank + 1.0)) and dist.is_initialized()
+    return results
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torchtp"])
+def test_collectives(backend):
+    for rank, results in enumerate(run_ranks(_collectives, 3, backend=backend)):
+        assert results["average"].equal(torch.full((2, 3), 2.0))
+        assert results["sum"].equal(torch.full((2, 3), 6.0)) and results["again"] is not None
+        torch.testing.assert_close(results["half"], torch.full((2, 3), 60000.0), rtol=1e-3, atol=0)
+        assert (results["max"].item(), results["integers"].item()) == (2, 3)
+        assert results["gathered"].tolist() == [[1, 1], [2, 2], [2, 2]]
+        assert results["broadcast"].equal(torch.full((2, 3), 2.0))
+        assert results["object"] == {"rank": 1}
+        assert results["strided"].equal(torch.arange(6.0).view(2, 3).t() + 1)
+        assert results["places"] == (rank, rank, 3, 3, True)
+
+
+def _refused(how):
+    hvd.init()
+    optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
+    if how == "op":
+        hvd.DistributedOptimizer(optimizer, op=hvd.Max)
+    elif how == "twice":
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizer))
+    else:
+        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("op", "op is Average or Sum"), ("twice", "distributed already"), ("passes", "interval is 0")]
+)
+def test_mistakes_are_refused(how, message):
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(_refused, 2, how)
