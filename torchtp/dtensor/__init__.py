@@ -5,9 +5,13 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     fallback,
     interpolate,
     loss,
+    norm,
+    pad,
     pointwise,
+    pooling,
     random,
     reduction,
+    resample,
     shape,
     view,
 )

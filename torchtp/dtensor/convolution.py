@@ -13,7 +13,7 @@ from torchtp.dtensor.cut import (
     parameter_gradient,
     wrap,
 )
-from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
 from torchtp.dtensor.upstream import DTensor, Op, passthrough
 
@@ -91,23 +91,16 @@ def convolution_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     )
 
 
-def _double_backward(
-    grad_grad_input: Any, grad_grad_weight: Any, grad_grad_bias: Any, grad_output: Any, weight: Any, input: Any,
-    stride: list[int], padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int],
-    groups: int, mask: list[bool],
-) -> tuple[Any, Any, Any]:  # fmt: skip
+@composite_rule("_convolution_double_backward")
+def convolution_double_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The derivative of convolution_backward. It is bilinear: what meets it is an input, a weight or a bias again.
 
     aten's own formula is a convolution whose weight is cut, and adds its DTensor result to plain gradients.
     """
-    op = aten._convolution_double_backward.default
-    tensors = (grad_grad_input, grad_grad_weight, grad_output, input)
+    grad_grad_input, grad_grad_weight, grad_grad_bias, grad_output, weight, input, *params, mask = args
+    tensors = (grad_grad_input, grad_output, input)
     if not any(isinstance(tensor, DTensor) and _takes(tensor, weight) for tensor in tensors):
-        return op.decompose(
-            grad_grad_input, grad_grad_weight, grad_grad_bias, grad_output, weight, input, stride, padding, dilation,
-            transposed, output_padding, groups, mask,
-        )  # fmt: skip
-    params = (stride, padding, dilation, transposed, output_padding, groups)
+        return op.decompose(*args, **kwargs)
     for_grad_output = for_input = for_weight = None
     if mask[0]:
         parts = []
@@ -128,8 +121,3 @@ def _double_backward(
             grad_output, grad_grad_input, weight, None, *params, [False, True, False]
         )[1]
     return for_grad_output, for_input, for_weight
-
-
-_autograd = torch.library.Library("aten", "IMPL")  # never undone
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    _autograd.impl("_convolution_double_backward", _double_backward, _key)

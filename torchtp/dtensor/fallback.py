@@ -98,10 +98,27 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
             return op.decompose(*args, **kwargs)
         return fallback(op, args, kwargs)
-    mesh = next(leaf for leaf in leaves if isinstance(leaf, DTensor)).device_mesh
-    if is_marked(mesh) and not op._schema.is_mutable:
-        args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, mesh), (args, kwargs))
+    cut = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
+    if not is_marked(cut.device_mesh):
+        return passthrough(op, args, kwargs)
+    if op._schema.is_mutable:
+        return passthrough(op, args, kwargs)
+    if all(isinstance(p, Replicate) for leaf in leaves if isinstance(leaf, DTensor) for p in spec_of(leaf).placements):
+        return _on_replicas(op, args, kwargs, cut.device_mesh)
+    args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
     return passthrough(op, args, kwargs)
+
+
+def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
+    """What every rank holds whole, every rank computes whole."""
+    local_args, local_kwargs = pytree.tree_map(
+        lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, (args, kwargs)
+    )
+    results = op(*local_args, **local_kwargs)
+    whole = (Replicate(),) * mesh.ndim
+    return pytree.tree_map(
+        lambda leaf: wrap(leaf, mesh, whole, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, results
+    )
 
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
@@ -111,4 +128,8 @@ def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
     return wrap(leaf, mesh, (Replicate(),) * mesh.ndim, leaf.shape)
 
 
-on_first_mark(lambda: install_spatial_rules(unruled, LOCAL_UPSTREAM))
+def _on_spatial_mesh(leaf: Any) -> bool:
+    return isinstance(leaf, DTensor) and is_marked(leaf.device_mesh)
+
+
+on_first_mark(lambda: install_spatial_rules(unruled, LOCAL_UPSTREAM, _on_spatial_mesh))

@@ -16,6 +16,8 @@ Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
 # enough where nothing is cut over a spatial axis: installed when the first such axis is seen, so that others pay nothing.
 RULES: dict[str, Handler] = {}
 SPATIAL_RULES: dict[str, Handler] = {}
+# Composite ops, which are taken apart before DTensor sees them, where their parts would do the wrong thing to a cut one.
+COMPOSITE_RULES: dict[str, Handler] = {}
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -27,6 +29,17 @@ def rule(*names: str) -> Callable[[Handler], Handler]:
 def spatial_rule(*names: str) -> Callable[[Handler], Handler]:
     """The same, in force once some mesh axis is known to cut images."""
     return lambda handler: _enter(SPATIAL_RULES, names, handler)
+
+
+def composite_rule(name: str) -> Callable[[Handler], Handler]:
+    """Enter a handler, made of differentiable ops, for a composite op of aten that meets a DTensor on a spatial mesh."""
+
+    def enter(handler: Handler) -> Handler:
+        if hasattr(torch.ops.aten, name):
+            COMPOSITE_RULES[name] = handler
+        return handler
+
+    return enter
 
 
 def _enter(table: dict[str, Handler], names: tuple[str, ...], handler: Handler) -> Handler:
@@ -59,14 +72,27 @@ def install_rules() -> None:
         install(name, handler)
 
 
-def install_spatial_rules(otherwise: Handler, left: tuple[str, ...]) -> None:
-    """Install the second table, and `otherwise` for every op of aten in no table whose name is not in `left`."""
+def install_spatial_rules(otherwise: Handler, left: tuple[str, ...], takes: Callable[[Any], bool]) -> None:
+    """Install the composite ones for calls with an argument it `takes`, the second table, and `otherwise` for every op of aten in no table whose name is not in `left`."""
+    for name, composite in COMPOSITE_RULES.items():
+        _install_composite(name, composite, takes)
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and name not in RULES:
             handler = SPATIAL_RULES.get(name)
             if handler is None and name[6:].split(".")[0] in left:
                 continue
             install(name, handler or otherwise)
+
+
+def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]) -> None:
+    op = getattr(torch.ops.aten, name).default
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return handler(op, args, kwargs) if any(map(takes, args)) else op.decompose(*args, **kwargs)
+
+    library = _libraries.setdefault("aten, kernels", torch.library.Library("aten", "IMPL"))
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl(name, kernel, key)
 
 
 @cache

@@ -11,7 +11,7 @@ from torchtp.dtensor.cut import Placements, local_as, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, mirrored, pulled, pushed, shifted
 from torchtp.dtensor.pointwise import common_placements
-from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -304,10 +304,13 @@ def repeat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap(aten.repeat(local, repeats), mesh, wider, shape)
 
 
-@spatial_rule("as_strided_")
-def as_strided_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rule("as_strided", "as_strided_")
+def as_strided(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """AdaptiveAvgPool2d(1) restrides its [N, C, 1, 1] result to channels_last: the elements stay where they are."""
-    tensor, size = args[0], args[1]
-    if isinstance(tensor, DTensor) and tuple(tensor.shape) == tuple(size):
-        return tensor
+    tensor, size, stride, offset = bound(op, args, kwargs)
+    stays = tuple(tensor.shape) == tuple(size) and all(
+        old == new for old, new, extent in zip(tensor.stride(), stride, size, strict=True) if extent > 1
+    )
+    if stays and not offset:
+        return tensor if op._schema.name.endswith("_") else aten.alias(tensor)
     return unruled(op, args, kwargs)

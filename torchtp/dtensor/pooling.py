@@ -1,0 +1,197 @@
+"""Max, average and adaptive average pooling of cut DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, cut_of, local_as, owned, wrap
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.reduction import all_reduced
+from torchtp.dtensor.registry import bound, composite_rule, rule
+from torchtp.dtensor.spatial import arrange, mark
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_shard
+
+ops = torch.ops.torchtp
+
+
+def _any(_dim: int) -> bool:
+    return True
+
+
+def _is_cut(tensor: Any) -> bool:
+    """Whether a spatial dim of [N, C, ...] is cut. An unbatched image has one dim less: it is given a batch first."""
+    return isinstance(tensor, DTensor) and cut_of(tensor.device_mesh, tensor.placements, tensor.shape) is not None
+
+
+def _each(values: Any, num_dims: int) -> list[int]:
+    values = list(values) if not isinstance(values, int) else [values]
+    return values * num_dims if len(values) == 1 else values
+
+
+def pooled_shape(
+    shape: torch.Size, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool
+) -> torch.Size:
+    """Global shape of a pool's output."""
+    out = list(shape[: -len(kernel)])
+    for i, extent in enumerate(shape[-len(kernel) :]):
+        free = extent + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1
+        size = (-(-free // stride[i]) if ceil else free // stride[i]) + 1
+        if ceil and (size - 1) * stride[i] >= extent + padding[i]:
+            size -= 1  # a window that begins in the padding behind
+        out.append(size)
+    return torch.Size(out)
+
+
+def _max_pool_params(num_dims: int, params: Any) -> tuple[list[int], list[int], list[int], list[int], bool]:
+    kernel, stride, padding, dilation, ceil = params
+    kernel = _each(kernel, num_dims)
+    stride = _each(stride, num_dims) if stride else kernel
+    return kernel, stride, _each(padding, num_dims), _each(dilation, num_dims), ceil
+
+
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d")
+def max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, *params = bound(op, args, kwargs)
+    num_dims = int(op._schema.name.split("pool")[1][0])
+    if not _is_cut(input) or input.dim() != num_dims + 2:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _any)
+    cut = cut_of(mesh, placements, input.shape)
+    assert cut is not None
+    mark(mesh, cut.axes)
+    pool = _max_pool_params(num_dims, params)
+    output, indices = ops.max_pool(local, *pool, cut.dims, cut.extents, cut.groups)
+    shape = pooled_shape(input.shape, *pool)
+    output = wrap(output, mesh, placements, shape)
+    return output if num_dims == 1 else (output, wrap(indices, mesh, placements, shape))
+
+
+@rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
+def max_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_output, input, *params, indices = bound(op, args, kwargs)
+    num_dims = int(op._schema.name.split("pool")[1][0])
+    if not _is_cut(input) or input.dim() != num_dims + 2:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _any)
+    cut = cut_of(mesh, placements, input.shape)
+    assert cut is not None
+    grad_input = ops.max_pool_backward(
+        local_as(grad_output, mesh, placements),
+        local_as(indices, mesh, placements),
+        local.shape,
+        *_max_pool_params(num_dims, params),
+        cut.dims,
+        cut.extents,
+        cut.groups,
+    )
+    return wrap(grad_input, mesh, placements, input.shape)
+
+
+def _avg_pool_params(num_dims: int, params: Any) -> tuple[Any, ...]:
+    kernel, stride, padding, *others = params
+    kernel = _each(kernel, num_dims)
+    return kernel, _each(stride, num_dims) if stride else kernel, _each(padding, num_dims), *others
+
+
+@rule("avg_pool2d", "avg_pool3d")
+def avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, *params = bound(op, args, kwargs)
+    num_dims = int(op._schema.name[-2])
+    if not _is_cut(input) or input.dim() != num_dims + 2:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _any)
+    cut = cut_of(mesh, placements, input.shape)
+    assert cut is not None
+    mark(mesh, cut.axes)
+    pool = _avg_pool_params(num_dims, params)
+    output = ops.avg_pool(local, *pool, cut.dims, cut.extents, cut.groups)
+    kernel, stride, padding, ceil = pool[:4]
+    return wrap(output, mesh, placements, pooled_shape(input.shape, kernel, stride, padding, [1] * num_dims, ceil))
+
+
+@rule("avg_pool2d_backward", "avg_pool3d_backward")
+def avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_output, input, *params = bound(op, args, kwargs)
+    num_dims = 2 if "2d" in op._schema.name else 3
+    if not _is_cut(input) or input.dim() != num_dims + 2:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _any)
+    cut = cut_of(mesh, placements, input.shape)
+    assert cut is not None
+    pool = _avg_pool_params(num_dims, params)
+    grad_input = ops.avg_pool_backward(
+        local_as(grad_output, mesh, placements), local.shape, *pool, cut.dims, cut.extents, cut.groups
+    )
+    return wrap(grad_input, mesh, placements, input.shape)
+
+
+def _bins(extent: int, size: int, begin: int, end: int, like: torch.Tensor) -> torch.Tensor:
+    """[size, end - begin]: the share of rows [begin, end) of `extent` in the averages over `size` bins."""
+    rows = torch.arange(begin, end)
+    bins = torch.arange(size).unsqueeze(1)
+    first, last = bins * extent // size, -((bins + 1) * -extent // size)
+    return (((rows >= first) & (rows < last)).double() / (last - first)).to(like)
+
+
+def _averaging(
+    input: DTensor, local: torch.Tensor, sizes: list[int], mesh: DeviceMesh, placements: Placements
+) -> list[torch.Tensor]:
+    """For each pooled dim the matrix that averages this rank's rows into the bins."""
+    matrices = []
+    for i, size in enumerate(sizes):
+        dim = input.dim() - len(sizes) + i
+        begin, end = 0, input.size(dim)
+        for axis, placement in enumerate(placements):
+            if plain_shard(placement) and placement.dim == dim:
+                begin, end = owned(end, mesh.size(axis), mesh.get_local_rank(axis))
+        matrices.append(_bins(input.size(dim), size, begin, end, local))
+    return matrices
+
+
+def _along(matrices: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Each of the last dims multiplied by its matrix."""
+    for i, matrix in enumerate(matrices):
+        dim = tensor.dim() - len(matrices) + i
+        tensor = torch.tensordot(tensor, matrix, dims=([dim], [1])).movedim(-1, dim)
+    return tensor
+
+
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bins straddle ranks: every rank averages its part of each bin, the parts are summed; the output is whole."""
+    input, sizes = bound(op, args, kwargs)
+    if not _is_cut(input):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _any)
+    cut = cut_of(mesh, placements, input.shape)
+    assert cut is not None
+    mark(mesh, cut.axes)
+    wide = local.float() if local.dtype.itemsize == 2 else local
+    averages = _along(_averaging(input, wide, list(sizes), mesh, placements), wide).contiguous()
+    averages = all_reduced(averages, mesh, cut.axes).to(local.dtype)
+    kept = tuple(Replicate() if axis in cut.axes else p for axis, p in enumerate(placements))
+    return wrap(averages, mesh, kept, torch.Size([*input.shape[: -len(sizes)], *sizes]))
+
+
+@rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
+def adaptive_avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_output, input = bound(op, args, kwargs)
+    if not _is_cut(input):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _any)
+    sizes = list(grad_output.shape[2:])
+    kept = tuple(Replicate() if plain_shard(p) and p.dim >= 2 else p for p in placements)
+    matrices = _averaging(input, local, sizes, mesh, placements)
+    grad_input = _along([matrix.t() for matrix in matrices], local_as(grad_output, mesh, kept))
+    return wrap(grad_input.contiguous(), mesh, placements, input.shape)
+
+
+@composite_rule("adaptive_avg_pool2d")
+def adaptive_avg_pool2d(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As aten takes it apart, but for restriding the mean of a channels_last tensor, which has no derivative here."""
+    input, sizes = args
+    if all(size == 1 for size in sizes):
+        return input.mean((-2, -1), keepdim=True)
+    return torch.ops.aten._adaptive_avg_pool2d(input, sizes)
