@@ -149,10 +149,10 @@ def _barrier():
     dist.group.WORLD.monitored_barrier()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "collective", [_broadcast, _all_gather, _gather_and_scatter, _all_to_all, _coalesced, _objects, _barrier]
 )
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_arrive_where_they_belong(collective, size):
     run_ranks(collective, size, backend="torchtp")
 
@@ -227,8 +227,8 @@ def _futures_of_messages():
     assert (result == 0).all()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("talk", [_neighbours, _tags, _from_anyone, _send_beside_collectives, _futures_of_messages])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_messages_arrive_at_their_receive(talk, size):
     run_ranks(talk, size, backend="torchtp")
 
@@ -263,7 +263,7 @@ def _futures():
     assert work.result()[0].data_ptr() == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("use", [_order, _futures])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_works_complete_in_order_and_hand_out_their_tensors(use, size):
     run_ranks(use, size, backend="torchtp")

@@ -71,7 +71,6 @@ def _collect(call):
     return error
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("call", "both_sides"),
     [
@@ -85,6 +84,7 @@ def _collect(call):
         (_barrier_against_reduce, ("allreduce(SUM, Float, 10 elements)", "barrier()")),
     ],
 )
+@pytest.mark.parametrize("size", [2, 3])
 def test_calls_that_do_not_match_give_one_error_on_all_ranks(call, both_sides, size):
     errors = run_ranks(_collect, size, call, backend="torchtp")
     assert len(set(errors)) == 1, errors
