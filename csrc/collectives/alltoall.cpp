@@ -70,7 +70,7 @@ void alltoall(const Call& call, const std::vector<const std::byte*>& inputs, con
     }
     for (int r = 0; r < num_ranks; ++r) {
       if (r == rank) continue;
-      copy_bytes(slot + layout.pieces + r * layout.piece_bytes, inputs[r] + offset, size_at(send_bytes[r], offset));
+      stage_bytes(slot + layout.pieces + r * layout.piece_bytes, inputs[r] + offset, size_at(send_bytes[r], offset));
     }
     group.round(print);
     if (offset == 0) {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "collectives/reduce_op.h"
+#include "core/stream_copy.h"
 #include "shm/group.h"
 
 namespace torchtp::collectives {
@@ -52,6 +53,11 @@ bool all_in_heap(const shm::Group& group);
 
 inline void copy_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
   if (num_bytes != 0 && out != in) std::memcpy(out, in, num_bytes);
+}
+
+// The same into memory that another rank reads next.
+inline void stage_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
+  if (num_bytes != 0) stream_copy(out, in, num_bytes);
 }
 
 // Calls body(offset, size) for the pieces of [0, num_bytes), at least once, so that an empty message is a round too.

@@ -51,7 +51,7 @@ class Reduction {
 
  private:
   void run_small() {
-    copy_bytes(group_.slot(rank_), data_, num_bytes_);
+    stage_bytes(group_.slot(rank_), data_, num_bytes_);
     group_.round(print_);
     if (!wanted_) return;
     for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r);
@@ -84,19 +84,30 @@ class Reduction {
     const auto chunk = [&](size_t c) { return Range{c * chunk_bytes, std::min((c + 1) * chunk_bytes, num_bytes_)}; };
     for (size_t c = 0; c <= num_chunks; ++c) {
       std::byte* slot = group_.slot(rank_);
-      if (c > 0) {
-        const Range share = share_of(rank_, size_, chunk(c - 1).size());
-        for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r) + share.begin;
-        reduce(slot + chunk_bytes, share.size());
-        if (wanted_) copy_bytes(data_ + chunk(c - 1).begin + share.begin, slot + chunk_bytes, share.size());
-      }
-      if (c < num_chunks) copy_bytes(slot, data_ + chunk(c).begin, chunk(c).size());
+      if (c > 0) reduce_share(chunk(c - 1), slot + chunk_bytes);
+      if (c < num_chunks) stage_bytes(slot, data_ + chunk(c).begin, chunk(c).size());
       group_.round(print_);
       if (c == 0 || !wanted_) continue;
       for (int r = 0; r < size_; ++r) {
         if (r == rank_) continue;
         const Range share = share_of(r, size_, chunk(c - 1).size());
         copy_bytes(data_ + chunk(c - 1).begin + share.begin, group_.peer_slot(r) + chunk_bytes, share.size());
+      }
+    }
+  }
+
+  // Reduces my share of the chunk in the peers' slots to `out`, by way of the output where that is wanted too.
+  void reduce_share(const Range& chunk, std::byte* out) {
+    const Range share = share_of(rank_, size_, chunk.size());
+    for (size_t begin = share.begin; begin < share.end; begin += kBlockBytes) {
+      const size_t size = std::min(kBlockBytes, share.end - begin);
+      std::byte* const staged = out + (begin - share.begin);
+      for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r) + begin;
+      if (wanted_) {
+        reduce(data_ + chunk.begin + begin, size);
+        stage_bytes(staged, data_ + chunk.begin + begin, size);
+      } else {
+        reduce(staged, size);
       }
     }
   }

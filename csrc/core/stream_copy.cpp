@@ -1,5 +1,6 @@
 #include "core/stream_copy.h"
 
+#include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
@@ -12,9 +13,14 @@ namespace torchtp {
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 
 void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) {
-  constexpr size_t kStep = 4 * sizeof(__m128i);
-  size_t done = 0;
-  for (; done + kStep <= num_bytes; done += kStep) {
+  if (num_bytes < kStreamedBytes) {
+    std::memcpy(out, in, num_bytes);
+    return;
+  }
+  constexpr size_t kLine = 4 * sizeof(__m128i);  // written whole, else memory is read first
+  size_t done = -reinterpret_cast<uintptr_t>(out) % kLine;
+  std::memcpy(out, in, done);
+  for (; done + kLine <= num_bytes; done += kLine) {
     const auto* const from = reinterpret_cast<const __m128i*>(in + done);
     auto* const to = reinterpret_cast<__m128i*>(out + done);
     const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
@@ -24,9 +30,8 @@ void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) {
     _mm_stream_si128(to + 2, c);
     _mm_stream_si128(to + 3, d);
   }
-  // Streaming stores are not ordered with later stores by themselves.
-  _mm_sfence();
   std::memcpy(out + done, in + done, num_bytes - done);
+  _mm_sfence();  // streaming stores are not ordered with later stores by themselves
 }
 
 #else

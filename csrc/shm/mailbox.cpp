@@ -119,11 +119,7 @@ struct Mailbox::State {
         std::byte* const place = peer.writer.room(room);
         if (room == 0) return;
         const size_t piece = std::min(room, wanted);
-        if (piece < kStreamedBytes) {
-          std::memcpy(place, message.data + message.done, piece);
-        } else {
-          stream_copy(place, message.data + message.done, piece);
-        }
+        stream_copy(place, message.data + message.done, piece);
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kMailbox);
