@@ -1,3 +1,4 @@
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -49,7 +50,13 @@ size_t default_heap_bytes(int num_ranks) {
     return value;
   }
   const size_t physical = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return std::clamp(physical / num_ranks, kLeastHeapBytes, kMostHeapBytes);
+  size_t heap_bytes = std::clamp(physical / num_ranks, kLeastHeapBytes, kMostHeapBytes);
+  for (const auto resource : {RLIMIT_AS, RLIMIT_FSIZE}) {
+    rlimit limit{};
+    if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) continue;
+    heap_bytes = std::min<size_t>(heap_bytes, limit.rlim_cur / 8 / num_ranks);  // other groups want some too
+  }
+  return heap_bytes;
 }
 
 SegmentSizes sizes_of(const GroupOptions& options, int num_ranks) {

@@ -2,6 +2,8 @@
 
 #include "processes.h"
 
+#include <sys/resource.h>
+
 #include <cstring>
 
 #include "check.h"
@@ -51,6 +53,16 @@ void default_sizes_work() {
   run_processes(4, [](Bootstrap& bootstrap) {
     const auto group = Group::create(bootstrap, {});
     CHECK(group->heap_bytes() >= (size_t{1} << 30));
+    group->round(step(1));
+  });
+}
+
+void default_sizes_keep_to_the_limits_of_the_process() {
+  run_processes(2, [](Bootstrap& bootstrap) {
+    const rlimit limit{size_t{1} << 30, size_t{1} << 30};
+    CHECK_EQUAL(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    const auto group = Group::create(bootstrap, {});
+    CHECK_EQUAL(group->heap_bytes(), size_t{64} << 20);
     group->round(step(1));
   });
 }
@@ -196,6 +208,7 @@ int main() {
   return torchtp::test::run({
       {"rounds and heaps cross processes", rounds_and_heaps_cross_processes},
       {"default sizes work", default_sizes_work},
+      {"default sizes keep to the limits of the process", default_sizes_keep_to_the_limits_of_the_process},
       {"a dead rank is named in a round", a_dead_rank_is_named_in_a_round},
       {"a dead rank is named in an exchange", a_dead_rank_is_named_in_an_exchange},
       {"a dead rank is named in a mailbox", a_dead_rank_is_named_in_a_mailbox},
