@@ -11,7 +11,6 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     pooling,
     random,
     reduction,
-    resample,
     shape,
     view,
 )
