@@ -5,19 +5,12 @@
 
 #include "backend/exchanges.h"
 #include "bindings/backend.h"
+#include "bindings/geometry.h"
 #include "bindings/gradients.h"
-#include "core/interval.h"
 
 PYBIND11_MODULE(_C, m) {
   m.attr("built_for_torch") = TORCHTP_BUILT_FOR_TORCH;
 
-  m.def(
-      "owned",
-      [](int64_t extent, int64_t num_shards, int64_t shard) {
-        const torchtp::Interval interval = torchtp::owned(extent, num_shards, shard);
-        return std::make_tuple(interval.begin, interval.end);
-      },
-      pybind11::arg("extent"), pybind11::arg("num_shards"), pybind11::arg("shard"));
   m.def(
       "exchanged_bytes",
       [](const std::string& group_name) {
@@ -37,6 +30,7 @@ PYBIND11_MODULE(_C, m) {
       },
       pybind11::arg("group_name"), pybind11::arg("kind"));
 
+  torchtp::bindings::bind_geometry(m);
   torchtp::bindings::bind_backend(m);
   torchtp::bindings::bind_gradients(m);
 }
