@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+
+namespace torchtp::kernels {
+
+// Layer norm over the channels of a contiguous [batches, channels, inner]: each of batches * inner positions is normed
+// over its `channels` elements, which lie `inner` apart. Positions are done in blocks that stay in the cache, so that
+// memory is read once; loops run over neighbouring positions. A is float, or double for double.
+struct LayerNormParams {
+  int64_t batches, channels, inner;
+
+  int64_t block() const {
+    const int64_t fits = 32768 / (channels > 0 ? channels : 1);
+    return fits < 32 ? 32 : (fits > 1024 ? 1024 : fits);
+  }
+  int64_t blocks_per_batch() const { return (inner + block() - 1) / block(); }
+  // What a call's range [begin, end) counts.
+  int64_t num_blocks() const { return batches * blocks_per_batch(); }
+};
+
+// weight and bias may be null; mean and rstd are [batches, inner].
+template <typename T, typename A>
+void layer_norm_channels_first_cpu(const T* x, const A* weight, const A* bias, double eps, T* y, A* mean, A* rstd,
+                                   const LayerNormParams& params, int64_t begin, int64_t end);
+
+// dx may be null. grad_weight and grad_bias (of `channels`, zeroed by the caller) are added to; null where not wanted.
+template <typename T, typename A>
+void layer_norm_channels_first_backward_cpu(const T* dy, const T* x, const A* weight, const A* mean, const A* rstd,
+                                            T* dx, double* grad_weight, double* grad_bias,
+                                            const LayerNormParams& params, int64_t begin, int64_t end);
+
+}  // namespace torchtp::kernels
