@@ -215,6 +215,36 @@ def test_checkpointing(use_reentrant, watched, num):
         assert num_backwards == num
 
 
+def _freeze_and_thaw():
+    rank = dist.get_rank()
+    model = _chain()
+    model[0].requires_grad_(False)
+    reducer = GradientReducer(model, **SMALL)
+    errors, travelling = [], []
+    for frozen in ([0], [0], [], [2], [2], [0, 2, 4], []):
+        for index in (0, 2, 4):
+            model[index].requires_grad_(index not in frozen)
+        reducer.prepare()
+        model.zero_grad()
+        x = _input(rank).requires_grad_()
+        output = model(x)
+        reducer.watch(output)
+        output.square().sum().backward()
+        wanted = _reference(_square).split([p.numel() for p in model.parameters()])
+        for p, gradient in zip(model.parameters(), wanted, strict=True):
+            assert (p.grad is None) == (not p.requires_grad)
+            if p.grad is not None:
+                errors.append(_error(_flat([p.grad]), gradient))
+        travelling.append(sorted({name.split(".")[0] for names in reducer.buckets for name in names}))
+    return max(errors), travelling
+
+
+def test_parameters_are_frozen_and_thawed_while_training():
+    for error, travelling in run_ranks(_freeze_and_thaw, 2, backend="torchtp"):
+        assert error < 1e-12
+        assert travelling == [["2", "4"], ["2", "4"], ["0", "2", "4"], ["0", "4"], ["0", "4"], [], ["0", "2", "4"]]
+
+
 class _Fault(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, raises):

@@ -38,7 +38,7 @@ class GradientReducer:
     """Makes `p.grad` of every parameter its mean over the ranks of `group` by the time `backward()` returns.
 
     `parameters` is a module, or an iterable of parameters or of (name, parameter); every parameter is a plain dense
-    leaf of any shape, dtype and strides; frozen ones are left alone. All ranks pass the same ones in the same order.
+    leaf of any shape, dtype and strides; frozen ones are left alone (see `prepare`). All ranks pass the same ones in the same order.
     From the second backward on `p.grad` is a view of a bucket of at least `bucket_bytes` (the first bucket:
     `first_bucket_bytes`); on the backend torchtp the bucket lies in memory that all ranks share. `compression`
     ("none", "fp16", "bf16") is what fp32 and fp64 gradients travel as. With `average=False` the sum is taken instead of
@@ -99,7 +99,10 @@ class GradientReducer:
         self._reducer.reduce()
 
     def prepare(self) -> None:
-        """Call before forward if backward may fail: waits for what a failed backward left under way."""
+        """Call before forward where backward may fail or `requires_grad` changes, which all ranks do alike.
+
+        Waits for what a failed backward left under way; plans buckets anew for the parameters that are trained now.
+        """
         self._reducer.prepare()
 
     def watch(self, output: torch.Tensor) -> None:

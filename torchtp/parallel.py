@@ -112,11 +112,11 @@ class _State:
         if lazy.is_inside():
             return forward(*args, **kwargs)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
+        if reducer is not None:
+            reducer.prepare()  # a failed backward's messages come before this forward's
         tensors, complaint = self._describe(args, kwargs)
         note = randomness.fingerprint(self.layout)
         notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None)
-        if reducer is not None:
-            reducer.prepare()
         args, kwargs = self._cut(args, kwargs)
         with randomness.stream(self.layout, notes), lazy.running():
             outputs = forward(*args, **kwargs)

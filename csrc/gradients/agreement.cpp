@@ -1,5 +1,6 @@
 #include "gradients/agreement.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -22,7 +23,8 @@ const char* name_of(Compression compression) {
 std::string describe(const at::Tensor& parameter, const std::string& name) {
   std::ostringstream text;
   text << "'" << name << "' " << c10::toString(parameter.scalar_type()) << " " << parameter.sizes() << " strides "
-       << parameter.strides() << " on " << c10::DeviceTypeName(parameter.device().type(), true);
+       << parameter.strides() << " on " << c10::DeviceTypeName(parameter.device().type(), true)
+       << (parameter.requires_grad() ? "" : " frozen");
   return text.str();
 }
 
@@ -59,6 +61,16 @@ void check_agreement(const Collective& collective, const std::vector<at::Tensor>
                       " on rank 0 and ", at(other), " on rank ", rank,
                       "; build the same model with the same settings on every rank");
   }
+}
+
+std::vector<int64_t> take_order(const Collective& collective, const std::vector<int64_t>& order,
+                                const at::Device& device) {
+  at::Tensor message = at::empty({static_cast<int64_t>(order.size())}, at::kLong);
+  std::copy(order.begin(), order.end(), message.data_ptr<int64_t>());
+  message = message.to(device);
+  collective.broadcast(message, 0);
+  message = message.to(at::kCPU);
+  return {message.data_ptr<int64_t>(), message.data_ptr<int64_t>() + message.numel()};
 }
 
 }  // namespace torchtp::gradients

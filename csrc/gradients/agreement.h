@@ -15,4 +15,8 @@ namespace torchtp::gradients {
 void check_agreement(const Collective& collective, const std::vector<at::Tensor>& parameters,
                      const std::vector<std::string>& names, const Options& options);
 
+// Collective: rank 0's `order`, of as many numbers on every rank.
+std::vector<int64_t> take_order(const Collective& collective, const std::vector<int64_t>& order,
+                                const at::Device& device);
+
 }  // namespace torchtp::gradients

@@ -1,7 +1,6 @@
 #include "gradients/reducer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <numeric>
@@ -30,11 +29,7 @@ void check_plain(const at::Tensor& parameter, const std::string& name) {
 std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                          const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options) {
   const auto reducer = std::make_shared<Reducer>(std::move(parameters), std::move(names), group, options);
-  if (reducer->collective_.size() == 1) return reducer;  // every gradient is its own mean
-  for (size_t i = 0; i < reducer->parameters_.size(); ++i) {
-    Parameter& parameter = reducer->parameters_[i];
-    if (parameter.tensor.requires_grad()) parameter.accumulator = listen(parameter.tensor, i, reducer);
-  }
+  reducer->prepare();
   return reducer;
 }
 
@@ -77,13 +72,29 @@ void Reducer::reduce() {
   if (collective_.size() == 1) return;
   TORCH_CHECK(!in_pass_, "gradients: reduce() must be called outside backward, which reduces by itself");
   settle();
+  if (!trains()) return;
   begin();
   finish_or_tell();
 }
 
 void Reducer::prepare() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!in_pass_) settle();
+  if (in_pass_) return;
+  settle();
+  follow_freezing();
+}
+
+void Reducer::follow_freezing() {
+  if (collective_.size() == 1) return;  // every gradient is its own mean
+  bool changed = false;
+  for (size_t index = 0; index < parameters_.size(); ++index) {
+    Parameter& parameter = parameters_[index];
+    const bool trained = parameter.tensor.requires_grad();
+    changed = changed || trained != parameter.travels;
+    if (trained && !parameter.accumulator) parameter.accumulator = listen(parameter.tensor, index, weak_from_this());
+  }
+  // Gradients stay in the old buckets' memory until the next pass plans new ones.
+  if (changed) buckets_.clear();
 }
 
 void Reducer::watch(const at::Tensor& output) {
@@ -115,9 +126,9 @@ std::vector<Event> Reducer::events() const {
 std::vector<std::vector<std::string>> Reducer::bucket_names() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::vector<std::string>> names;
-  for (const auto& members : members_) {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     names.emplace_back();
-    for (const size_t index : members) names.back().push_back(parameters_[index].name);
+    for (const size_t index : members_[bucket]) names.back().push_back(parameters_[index].name);
   }
   return names;
 }
@@ -126,7 +137,7 @@ bool Reducer::holds_gradient(size_t index) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const Parameter& parameter = parameters_.at(index);
   const at::Tensor& gradient = parameter.tensor.grad();
-  return !buckets_.empty() && gradient.defined() &&
+  return !buckets_.empty() && parameter.travels && gradient.defined() &&
          is_same_memory(gradient, buckets_[parameter.bucket].view(parameter.slot));
 }
 
@@ -134,10 +145,15 @@ void Reducer::before_accumulation() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (in_pass_) return;
   settle();
-  if (!sync_ || is_between()) return;
+  if (!sync_ || !trains() || is_between()) return;
   begin();
   in_pass_ = true;
   begin_backward(weak_from_this());
+}
+
+bool Reducer::trains() const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const Parameter& parameter) { return parameter.tensor.requires_grad(); });
 }
 
 bool Reducer::is_between() {
@@ -163,11 +179,12 @@ void Reducer::begin() {
   num_missing_.assign(buckets_.size(), 0);
   for (Parameter& parameter : parameters_) {
     const bool trained = parameter.tensor.requires_grad();
-    TORCH_CHECK(!trained || parameter.accumulator, "gradients: parameter '", parameter.name,
-                "' was frozen when the reducer was made and is trained now; make a new reducer after unfreezing");
+    TORCH_CHECK(!trained || (parameter.accumulator && (parameter.travels || buckets_.empty())),
+                "gradients: parameter '", parameter.name,
+                "' was frozen before and is trained now; call prepare() before forward on every rank");
     parameter.ready = !trained;
     parameter.with_graph.reset();
-    if (trained && !buckets_.empty()) ++num_missing_[parameter.bucket];
+    if (trained && parameter.travels && !buckets_.empty()) ++num_missing_[parameter.bucket];
   }
 }
 
@@ -241,25 +258,21 @@ void Reducer::start(size_t index, bool failed) {
 
 // The order of rank 0, and what the buckets are from now on.
 void Reducer::plan() {
-  at::Tensor order = at::empty({static_cast<int64_t>(parameters_.size())}, at::kLong);
   std::vector<bool> seen(parameters_.size(), false);
   for (const int64_t index : order_) seen[index] = true;
-  // Those that got none come last, from the last one on, as in most backwards.
-  for (size_t index = parameters_.size(); index-- > 0;) {
-    if (!seen[index]) order_.push_back(static_cast<int64_t>(index));
-  }
-  std::copy(order_.begin(), order_.end(), order.data_ptr<int64_t>());
-  order = order.to(parameters_.front().tensor.device());
-  collective_.broadcast(order, 0);
-  order = order.to(at::kCPU);
-  order_.assign(order.data_ptr<int64_t>(), order.data_ptr<int64_t>() + order.numel());
   std::vector<Traveller> travellers;
-  for (const Parameter& parameter : parameters_) {
+  for (Parameter& parameter : parameters_) {
     const at::Tensor& tensor = parameter.tensor;
+    parameter.travels = tensor.requires_grad();
     travellers.push_back(
         {static_cast<int64_t>(tensor.nbytes()),
          std::string(c10::toString(c10::toRealValueType(tensor.scalar_type()))) + " " + tensor.device().str()});
   }
+  // Those that got none come last, from the last one on, as in most backwards.
+  for (size_t index = parameters_.size(); index-- > 0;) {
+    if (!seen[index] && parameters_[index].travels) order_.push_back(static_cast<int64_t>(index));
+  }
+  order_ = take_order(collective_, order_, parameters_.front().tensor.device());
   members_ = plan_buckets(travellers, order_, options_.first_bucket_bytes, options_.bucket_bytes);
   std::vector<Bucket> buckets;
   for (size_t index = 0; index < members_.size(); ++index) {
@@ -312,7 +325,9 @@ void Reducer::finish() {
     buckets_[index].wait(collective_);
     note(Event::Kind::kDone, index);
   }
-  for (Parameter& parameter : parameters_) hand_out(parameter);
+  for (Parameter& parameter : parameters_) {
+    if (parameter.travels) hand_out(parameter);
+  }
   ++statistics_.num_backwards;
   if (records_) measure(end);
   const std::vector<int> failures = buckets_.back().failed_ranks();

@@ -44,7 +44,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   int64_t num_unreduced() const;  // backwards since the last pass, while only every n-th is one
   // Outside backward, collective: a pass over what gradients hold now. Starts counting the interval anew.
   void reduce();
-  // Before forward: waits for what a failed backward left under way.
+  // Before forward: waits for what a failed backward left under way, and follows requires_grad, which changes on all
+  // ranks alike.
   void prepare();
   // A backward through `output` is a pass even if it reaches no parameter on this rank.
   void watch(const at::Tensor& output);
@@ -67,7 +68,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   struct Parameter {
     at::Tensor tensor;
     std::string name;
-    Accumulator accumulator;  // none while frozen
+    Accumulator accumulator;  // none while it was never trained
+    bool travels = false;     // was trained when buckets were planned
     size_t bucket = 0;
     size_t slot = 0;
     bool ready = false;
@@ -76,7 +78,9 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
 
   // All of these with mutex_ held.
   void begin();
+  bool trains() const;
   bool is_between();
+  void follow_freezing();
   void settle();
   void plan();
   void stow(Parameter& parameter);
