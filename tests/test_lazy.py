@@ -110,7 +110,7 @@ class Buffers(nn.Module):
 
 
 class Tied(nn.Module):
-    """One parameter on a cut and on a whole tensor, and as the weight of a convolution."""
+    """One parameter on cut and on pooled activations, and as the weight of a convolution."""
 
     def __init__(self):
         super().__init__()
@@ -119,9 +119,7 @@ class Tied(nn.Module):
 
     def forward(self, x):
         y = F.conv2d(x, self.weight)
-        pooled = y.mean((2, 3))
-        token = pooled.full_tensor() if isinstance(pooled, DTensor) else pooled
-        token = self.head(token) @ self.weight.view(4, 4)
+        token = self.head(y.mean((2, 3))) @ self.weight.view(4, 4)
         return y * self.weight.mean() + token.view(2, 4, 1, 1)
 
 
