@@ -17,7 +17,9 @@ at::Tensor all_gather(const at::Tensor& mine, const std::vector<std::string>& gr
     std::vector<std::vector<at::Tensor>> parts(1);
     for (int64_t rank = 0; rank < size; ++rank) parts[0].push_back(next.narrow(0, rank * each, each));
     std::vector<at::Tensor> inputs{all};
-    group->allgather(parts, inputs)->wait();
+    c10d::AllgatherOptions options;
+    options.asyncOp = false;  // torchtp then stays on this thread
+    group->allgather(parts, inputs, options)->wait();
     all = next;
   }
   return all;
@@ -28,7 +30,9 @@ void all_reduce(const at::Tensor& sum, const std::vector<std::string>& groups) {
     const auto group = c10d::resolve_process_group(name);
     if (group->getSize() == 1) continue;
     std::vector<at::Tensor> tensors{sum};
-    group->allreduce(tensors)->wait();
+    c10d::AllreduceOptions options;
+    options.asyncOp = false;
+    group->allreduce(tensors, options)->wait();
   }
 }
 
