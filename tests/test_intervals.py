@@ -32,7 +32,7 @@ def test_owned_is_the_rule_of_chunk():
 
 def test_output_extent_counts_the_windows_that_fit():
     for _, extent, window in geometries(1, 4000):
-        kernel, stride, padding, dilation = window
+        kernel, stride, padding, _ = window
         last = extent + padding - 1
         fits = [o for o in range(extent + 2 * padding) if taps(o, *window)[-1] <= last]
         assert _C.output_extent(extent, *window) == len(fits)

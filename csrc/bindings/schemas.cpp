@@ -36,14 +36,18 @@ TORCH_LIBRARY(torchtp, m) {
       "str[] groups) -> (Tensor, Tensor, Tensor)");
 
   // Saved: (mean, rstd). group_norm: over all `ranks`; layer_norm_channels_first: over dim 1, local.
-  m.def("group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, str[] ranks)"
-        " -> (Tensor, Tensor, Tensor)");
-  m.def("group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd, "
-        "int num_groups, bool[3] output_mask, str[] ranks) -> (Tensor, Tensor, Tensor)");
-  m.def("layer_norm_channels_first(Tensor input, Tensor? weight, Tensor? bias, float eps)"
-        " -> (Tensor, Tensor, Tensor)");
-  m.def("layer_norm_channels_first_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
-        "Tensor rstd, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, str[] ranks)"
+      " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd, "
+      "int num_groups, bool[3] output_mask, str[] ranks) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_channels_first(Tensor input, Tensor? weight, Tensor? bias, float eps)"
+      " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_channels_first_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
+      "Tensor rstd, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // Indices are flat ones of the global plane; input_sizes are local.
   m.def("max_pool(Tensor input, " MAX_POOL ", " CUT ") -> (Tensor, Tensor)");

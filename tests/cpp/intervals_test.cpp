@@ -20,9 +20,7 @@ class Draw {
  public:
   explicit Draw(unsigned seed) : engine_(seed) {}
   int64_t between(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(engine_); }
-  Geometry geometry() {
-    return {between(1, 40), {between(1, 8), between(1, 5), between(0, 9), between(1, 3)}};
-  }
+  Geometry geometry() { return {between(1, 40), {between(1, 8), between(1, 5), between(0, 9), between(1, 3)}}; }
 
  private:
   std::mt19937 engine_;
@@ -108,8 +106,8 @@ void plans_deliver_every_wanted_row_from_its_owner() {
 }  // namespace
 
 int main() {
-  return torchtp::test::run({{"windows_match_brute_force", windows_match_brute_force},
-                             {"shards_cover_the_extent_once", shards_cover_the_extent_once},
-                             {"plans_deliver_every_wanted_row_from_its_owner",
-                              plans_deliver_every_wanted_row_from_its_owner}});
+  return torchtp::test::run(
+      {{"windows_match_brute_force", windows_match_brute_force},
+       {"shards_cover_the_extent_once", shards_cover_the_extent_once},
+       {"plans_deliver_every_wanted_row_from_its_owner", plans_deliver_every_wanted_row_from_its_owner}});
 }
