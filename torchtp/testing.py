@@ -26,7 +26,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-_MAX_WORKERS = 8  # idle pools are closed, oldest first, so that no more processes than this stay alive
+_MAX_WORKERS = 20  # idle pools are closed, oldest first, so that no more processes than this stay alive
 _START_SECONDS = 180.0  # importing torch on a busy machine; not part of a call's time limit
 _GRACE_SECONDS = 3.0  # what the other ranks get to answer once one has failed
 _LOG_TAIL = 8000
