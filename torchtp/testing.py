@@ -26,7 +26,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-_MAX_WORKERS = 20  # idle pools are closed, oldest first, so that no more processes than this stay alive
+_MIN_WORKERS, _MAX_WORKERS = 8, 20  # idle pools are closed, oldest first, so that no more processes stay alive
+_WORKER_BYTES = 1 << 30  # what a worker may grow to; how much of the machine's memory is left decides between the two
 _START_SECONDS = 180.0  # importing torch on a busy machine; not part of a call's time limit
 _GRACE_SECONDS = 3.0  # what the other ranks get to answer once one has failed
 _LOG_TAIL = 8000
@@ -206,6 +207,15 @@ class _Pool:
             worker.kill()
 
 
+def _max_workers() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            kilobytes = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return _MIN_WORKERS
+    return max(_MIN_WORKERS, min(_MAX_WORKERS, kilobytes * 1024 // _WORKER_BYTES))
+
+
 class _Pools:
     """Idle pools by (size, backend)."""
 
@@ -215,7 +225,7 @@ class _Pools:
     def take(self, size: int, backend: str | None, fresh: bool) -> _Pool:
         if not fresh and (size, backend) in self._idle:
             return self._idle.pop((size, backend))
-        while self._idle and sum(key[0] for key in self._idle) + size > _MAX_WORKERS:
+        while self._idle and sum(key[0] for key in self._idle) + size > _max_workers():
             self._idle.popitem(last=False)[1].close()
         return _Pool(size, backend)
 
