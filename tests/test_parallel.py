@@ -350,3 +350,46 @@ def _input_gradient():
 
 def test_the_gradient_of_a_full_image_is_full():
     run_ranks(_input_gradient, 3)
+
+
+def _compiled(what):
+    layout = make_layout({"w": 2})
+    single = make_network("convnext")
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full")
+    if what == "root":
+        compiled = torch.compile(model, backend="eager")
+    else:
+        compiled = model
+        for part in model.children():
+            part.compile(backend="eager")
+    for each in (compiled, single):
+        for _ in range(2):
+            _loss(each(_images(0, 1))).backward()
+    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("what", ["root", "blocks"])
+def test_torch_compile_leaves_a_parallelized_module_eager_and_exact(what):
+    run_ranks(_compiled, 2, what, timeout=120)
+
+
+def _autocast():
+    layout = make_layout({"w": 2})
+    single = make_network("convnext", dtype=torch.float32)
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full")
+    outputs = []
+    for each in (model, single):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = each(_images(0, 1).float())
+        assert output.dtype == torch.bfloat16
+        _loss(output.float()).backward()
+        outputs.append(output.float())
+    torch.testing.assert_close(*outputs, rtol=0.05, atol=0.02)
+    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        assert (mine.grad - theirs.grad).norm() <= 0.05 * theirs.grad.norm() + 1e-3
+
+
+def test_autocast():
+    run_ranks(_autocast, 2)

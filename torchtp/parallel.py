@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
@@ -95,6 +96,7 @@ class _State:
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
         self._buffered: list[nn.Module] | None = None
+        self._eager: Any = None  # `run` as torch.compile shall see it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
@@ -104,11 +106,20 @@ class _State:
             "a parallelized module belongs to its process groups and can't be pickled: save its state_dict()"
         )
 
+    def call(self, *arguments: Any) -> Any:
+        """`run`, never compiled: torch.compile around or inside a parallelized module leaves it eager."""
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+            return self.run(*arguments)
+        if self._eager is None:
+            self._eager = torch.compiler.disable(self._run_eagerly)
+        return self._eager(*arguments)
+
+    def _run_eagerly(self, *arguments: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):  # what is compiled inside, too
+            return self.run(*arguments)
+
     def run(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the images, call `forward`, give its outputs the wanted form."""
-        if torch.compiler.is_compiling():
-            args, kwargs = self._cut(args, kwargs)
-            return self._leave(forward(*args, **kwargs))
         if lazy.is_inside():
             return forward(*args, **kwargs)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
@@ -116,7 +127,7 @@ class _State:
             reducer.prepare()  # a failed backward's messages come before this forward's
         tensors, complaint = self._describe(args, kwargs)
         note = randomness.fingerprint(self.layout)
-        notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None)
+        notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None and module.training)
         args, kwargs = self._cut(args, kwargs)
         with randomness.stream(self.layout, notes), lazy.running():
             outputs = forward(*args, **kwargs)
@@ -197,7 +208,7 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: _State = getattr(self, _STATE)
-        return state.run(self, functools.partial(base.forward, self), args, kwargs)
+        return state.call(self, functools.partial(base.forward, self), args, kwargs)
 
     return lazy.remade(base, (_Root,), {"forward": forward}, _root)
 
