@@ -185,3 +185,41 @@ def rms_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _named(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip((argument.name for argument in op._schema.arguments), bound(op, args, kwargs), strict=True))
+
+
+@rule("native_group_norm")
+def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, weight, bias, _, _, _, num_groups, eps = bound(op, args, kwargs)
+    if not hasattr(ops, "group_norm") or not _takes(input, weight):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _not_channels)
+    _mark(mesh, placements)
+    output, mean, rstd = ops.group_norm(
+        local, _plain(weight), _plain(bias), num_groups, eps, _image_groups(mesh, placements)
+    )
+    kept = _batch_only(placements)
+    shape = torch.Size([input.size(0), num_groups])
+    return wrap(output, mesh, placements, input.shape), wrap(mean, mesh, kept, shape), wrap(rstd, mesh, kept, shape)
+
+
+@rule("native_group_norm_backward")
+def group_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad_output, input, mean, rstd, weight, _, _, _, num_groups, mask = bound(op, args, kwargs)
+    if not hasattr(ops, "group_norm") or not _takes(input, weight):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = arrange(op, input, _not_channels)
+    kept = _batch_only(placements)
+    grads = ops.group_norm_backward(
+        local_as(grad_output, mesh, placements), local, _plain(weight), local_as(mean, mesh, kept),
+        local_as(rstd, mesh, kept), num_groups, mask, _image_groups(mesh, placements),
+    )  # fmt: skip
+    return _gradients(grads, mask, weight, mesh, placements, input.shape)
+
+
+def _image_groups(mesh: DeviceMesh, placements: Placements) -> list[str]:
+    """The groups that hold parts of one image: not those of the batch."""
+    return [name for name, p in zip(axes_of(mesh).groups, placements, strict=True) if plain_shard(p) and p.dim > 0]
+
+
+def _batch_only(placements: Placements) -> Placements:
+    return tuple(p if plain_shard(p) and p.dim == 0 else Replicate() for p in placements)
