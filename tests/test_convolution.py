@@ -1,0 +1,182 @@
+"""convolution and pull cut over ranks against PyTorch's on the whole tensor; their adjoints."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sharding import assert_same, layout_of, random_layout, shardings, total
+
+from torchtp.testing import RanksFailed, run_ranks
+
+
+def draw(rng, dims, transposed):
+    """Extents, kernel, stride, padding, dilation, output_padding of a convolution with an output."""
+    while True:
+        extents = [rng.randint(1, (40, 12, 7)[dims - 1]) for _ in range(dims)]
+        kernel = [rng.randint(1, (8, 5, 3)[dims - 1]) for _ in range(dims)]
+        stride = [rng.randint(1, 4) for _ in range(dims)]
+        padding = [rng.randint(0, (9, 4, 3)[dims - 1]) for _ in range(dims)]
+        dilation = [rng.randint(1, 3) for _ in range(dims)]
+        extra = [rng.randint(0, max(s, d) - 1) if transposed else 0 for s, d in zip(stride, dilation, strict=True)]
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        numbers = list(zip(extents, stride, padding, reach, extra, strict=True))
+        if transposed and all((L - 1) * s - 2 * p + r + e + 1 > 0 for L, s, p, r, e in numbers):
+            return extents, kernel, stride, padding, dilation, extra
+        if not transposed and all(L + 2 * p > r for L, _, p, r, _ in numbers):
+            return extents, kernel, stride, padding, dilation, extra
+
+
+def leaf(tensor):
+    return tensor.detach().clone().requires_grad_()
+
+
+def convolutions(seed, count):
+    import torchtp  # noqa: F401
+
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(count):
+        dims, transposed, groups = case % 3 + 1, rng.random() < 0.4, rng.choice([1, 2])
+        extents, kernel, stride, padding, dilation, extra = draw(rng, dims, transposed)
+        cut = rng.choice(shardings(range(2, 2 + dims)))
+        x = torch.randn(2, 4, *extents, dtype=torch.float64)
+        x = x.contiguous(memory_format=random_layout(rng, x.dim())).requires_grad_()
+        weight = torch.randn(*((4, 6 // groups) if transposed else (6, 4 // groups)), *kernel, dtype=x.dtype)
+        bias = torch.randn(6, dtype=x.dtype)
+        weight, bias = leaf(weight), leaf(bias)
+        args = (stride, padding, dilation, transposed, extra, groups)
+        what = (case, extents, kernel, *args, cut, layout_of(x))
+        y = torch.ops.aten.convolution(x, weight, bias, *args)
+        dy = torch.randn(y.shape, dtype=y.dtype, requires_grad=True)
+        if rng.random() < 0.2:
+            dy = torch.ones((), dtype=y.dtype).expand(y.shape).requires_grad_()
+
+        part, w, b = cut.shard(x), leaf(weight), leaf(bias)
+        out = torch.ops.torchtp.convolution(part, w, b, *args, *cut.cut(x))
+        assert_same(out.detach(), cut.shard(y).detach(), what)
+        dout = cut.shard(dy)
+        grads = torch.autograd.grad(y, (x, weight, bias), dy, create_graph=True)
+        mine = torch.autograd.grad(out, (part, w, b), dout, create_graph=True)
+        assert_same(mine[0].detach(), cut.shard(grads[0]).detach(), (what, "dx"))
+        for share, whole in zip(mine[1:], grads[1:], strict=True):
+            assert_same(total(share), whole.detach(), (what, "dw, db"))
+        v = [torch.randn_like(g) for g in grads]
+        theirs = torch.autograd.grad(grads, (dy, x, weight), v)
+        ours = torch.autograd.grad(mine, (dout, part, w), (cut.shard(v[0]), *v[1:]))
+        for i, (a, e) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(*((total(a), e) if i == 2 else (a, cut.shard(e))), (what, "second", i))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_convolution_matches_the_whole(size):
+    run_ranks(convolutions, size, size, 60)
+
+
+def stack():
+    """Layers on layers, in fp32 and both layouts: what a network does."""
+    import torchtp  # noqa: F401
+
+    for cut in shardings((2, 3)):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(2, 3, 37, 29).contiguous(memory_format=layout).requires_grad_()
+            weights = [torch.randn(8, 3, 7, 7) / 12, torch.randn(8, 1, 7, 7) / 7, torch.randn(4, 8, 3, 3) / 8]
+            steps = [((2, 2), (3, 3), 1), ((1, 1), (3, 3), 8), ((2, 2), (0, 0), 1)]
+            first = cut.shard(x)
+            whole, part = x, first
+            for weight, (stride, padding, groups) in zip(weights, steps, strict=True):
+                lists = cut.cut(whole)
+                whole = F.conv2d(whole, weight, None, stride, padding, 1, groups).relu()
+                args = (stride, padding, (1, 1), False, (0, 0), groups)
+                part = torch.ops.torchtp.convolution(part, weight, None, *args, *lists).relu()
+            whole.square().sum().backward()
+            part.square().sum().backward()
+            assert_same(part.detach(), cut.shard(whole).detach(), (cut, layout), 1e-5)
+            assert_same(first.grad, cut.shard(x.grad), (cut, layout), 1e-5)
+
+
+def test_stacked_convolutions_match_in_fp32():
+    run_ranks(stack, 4)
+
+
+def adjoints(seed, count):
+    import torchtp  # noqa: F401
+
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = torch.Generator().manual_seed(seed + rank)  # what differs in size must not disturb what all ranks draw alike
+    for case in range(count):
+        extent, dim = rng.randint(1, 20), rng.choice([2, 3])
+        shape = [2, 3, 5, 5]
+        shape[dim] = extent
+        x = torch.randn(shape, dtype=torch.float64).contiguous(memory_format=random_layout(rng, 4))
+        begins = [rng.randint(-3, extent + 2) for _ in range(size)]
+        ends = [begin + rng.choice([0, 2, extent]) for begin in begins]
+        cut = shardings((dim,))[0]
+        (group,) = cut.groups
+        part = cut.shard(x).requires_grad_()
+        fill = rng.choice([0.0, 7.0])
+        pulled = torch.ops.torchtp.pull(part, dim, extent, begins, ends, group, fill)
+        padded = torch.full([60 if d == dim else n for d, n in enumerate(shape)], fill, dtype=x.dtype)
+        padded.narrow(dim, 10, extent).copy_(x)
+        what = (case, shape, dim, begins, ends, fill)
+        assert_same(pulled.detach(), padded.narrow(dim, begins[rank] + 10, ends[rank] - begins[rank]), what, 0)
+        # <pull x, y> = <x, push_add y>, without what was filled in.
+        y = torch.randn(pulled.shape, dtype=x.dtype, generator=own)
+        pushed = torch.ops.torchtp.push_add(y, dim, extent, begins, ends, group)
+        zero = torch.ops.torchtp.pull(part.detach(), dim, extent, begins, ends, group)
+        assert_same(total((zero * y).sum()), total((part.detach() * pushed).sum()), what)
+        # Each is the other's backward.
+        (grad,) = torch.autograd.grad(pulled, part, y)
+        assert_same(grad, pushed, what, 0)
+        y.requires_grad_()
+        v = torch.randn(pushed.shape, dtype=x.dtype, generator=own)
+        (back,) = torch.autograd.grad(torch.ops.torchtp.push_add(y, dim, extent, begins, ends, group), y, v)
+        assert_same(back, torch.ops.torchtp.pull(v, dim, extent, begins, ends, group), what, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_push_add_is_the_adjoint_of_pull(size):
+    run_ranks(adjoints, size, size, 60)
+
+
+def wrong_shard():
+    import torchtp  # noqa: F401
+
+    (group,) = shardings((2,))[0].groups
+    torch.ops.torchtp.pull(torch.randn(1, 1, 5, 5), 2, 12, [0, 6], [7, 12], group)
+
+
+def test_a_shard_of_the_wrong_size_is_named():
+    with pytest.raises(RanksFailed, match="gives rank 0 6 rows, but it has 5"):
+        run_ranks(wrong_shard, 2)
+
+
+def opchecks():
+    import torchtp  # noqa: F401
+
+    ops = torch.ops.torchtp
+    for cut in shardings((2, 3)):
+        x = torch.randn(2, 4, 9, 10, dtype=torch.float64)
+        part = cut.shard(x).requires_grad_()
+        weight = torch.randn(6, 4, 3, 3, dtype=x.dtype).requires_grad_()
+        bias = torch.randn(6, dtype=x.dtype).requires_grad_()
+        args = ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+        out = ops.convolution(part, weight, bias, *args, *cut.cut(x))
+        torch.library.opcheck(ops.convolution.default, (part, weight, bias, *args, *cut.cut(x)))
+        dy = torch.randn_like(out).requires_grad_()
+        backward = (dy, part, weight, *args, [True] * 3, *cut.cut(x))
+        torch.library.opcheck(ops.convolution_backward.default, backward)
+        dims, extents, groups = cut.cut(x)
+        rows = (dims[0], extents[0], [0, 4], [6, extents[0] + 1], groups[0])
+        torch.library.opcheck(ops.pull.default, (part, *rows, 0.0))
+        pulled = ops.pull(part.detach(), *rows).requires_grad_()
+        torch.library.opcheck(ops.push_add.default, (pulled, *rows))
+
+
+def test_convolution_and_pull_pass_opcheck():
+    run_ranks(opchecks, 2)
