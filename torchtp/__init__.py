@@ -1,5 +1,6 @@
 """Train convolutional networks on images cut over several devices, exactly as if there were one."""
 
+import torchtp._compile as _compile
 import torchtp._extension  # noqa: F401  (loads _C, which registers the dispatcher ops; refuses it under another torch)
 import torchtp.backend as _backend
 from torchtp import nn
@@ -8,6 +9,7 @@ from torchtp.layout import Layout
 from torchtp.parallel import no_sync, parallelize
 
 _backend.register()
+_compile.register()
 
 __all__ = ["GatherError", "GatherWarning", "Layout", "nn", "no_sync", "parallelize", "strict"]
 __version__ = "0.1.0"
