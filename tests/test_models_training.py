@@ -1,4 +1,4 @@
-"""Unedited networks from torchvision and timm, cut over ranks, give the single device's loss and all its gradients."""
+"""Networks of torchvision and timm as they train, with DropPath, dropout and running statistics: gradients and buffers."""
 
 import copy
 import importlib.util
@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from models import make_layout
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import torchtp
@@ -17,41 +16,7 @@ MAX_DIFFERENCE = 1e-9
 BATCH = 2
 
 
-class UNet(nn.Module):
-    """Two levels; batch norm going down, group norm going up, transposed convolutions, skips of uneven sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = self._down(3, 8, 1)
-        self.down = nn.ModuleList([self._down(8, 16, 2), self._down(16, 24, 2)])
-        self.up = nn.ModuleList([nn.ConvTranspose2d(24, 16, 3, 2, 1), nn.ConvTranspose2d(16, 8, 3, 2, 1)])
-        self.mix = nn.ModuleList([self._mix(32, 16), self._mix(16, 8)])
-        self.leave = nn.Conv2d(8, 2, 1)
-
-    @staticmethod
-    def _down(inputs, outputs, stride):
-        return nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
-        )
-
-    @staticmethod
-    def _mix(inputs, outputs):
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(4, outputs), nn.SiLU())
-
-    def forward(self, x):
-        skips = [self.enter(x)]
-        for down in self.down:
-            skips.append(down(skips[-1]))
-        x = skips.pop()
-        for up, mix in zip(self.up, self.mix, strict=True):
-            skip = skips.pop()
-            x = mix(torch.cat([up(x, output_size=skip.shape[-2:]), skip], 1))
-        return self.leave(x)
-
-
 def _make(name):
-    if name == "unet":
-        return UNet()
     library, _, name = name.partition(".")
     if library == "timm":
         import timm
@@ -120,24 +85,13 @@ def _check(name, axes, height, width, strict=True):
     run_ranks(_compare, torch.Size(axes.values()).numel(), name, axes, height, width, strict, timeout=300.0)
 
 
-CUTS = [{"w": 2}, {"h": 2}, {"w": 4}, {"h": 2, "w": 2}]
-
-
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("axes", [*CUTS, {"h": 4}, {"w": 3}], ids=str)
-def test_unet_is_exact(axes):
-    _check("unet", axes, 37, 29)
-
-
-# 65 columns end as 3 in the last stage: with 4 ranks the last one is empty there.
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("axes", CUTS, ids=str)
-@pytest.mark.parametrize("name", ["resnet50", "convnext_tiny", "deeplabv3_resnet50"])
-def test_torchvision_is_exact(name, axes):
-    _check(f"torchvision.{name}", axes, 97, 65)
+@pytest.mark.parametrize("name", ["torchvision.convnext_tiny", "torchvision.deeplabv3_resnet50"])
+def test_masks_do_not_depend_on_the_cut(name):
+    _check(name, {"h": 2, "w": 2}, 75, 65)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["convnext_atto", "resnet18d", "efficientnet_b0", "regnetx_002"])
-def test_timm_is_exact(name):
+def test_timm_trains_as_on_one_device(name):
     _check(f"timm.{name}", {"w": 2}, 65, 97, strict=False)
