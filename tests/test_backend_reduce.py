@@ -239,3 +239,22 @@ def _coalesced():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_coalesced_all_reduce_sums_each_tensor(size):
     run_ranks(_coalesced, size, backend="torchtp")
+
+
+def _sparse(dtype):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for entries in (0, 3, 4000):  # of rank r: r times as many
+        generator = torch.Generator().manual_seed(entries)
+        tensors = []
+        for r in range(size):
+            indices = torch.randint(0, 50, (2, r * entries), generator=generator)
+            values = torch.randint(-9, 9, (r * entries, 4), generator=generator).to(dtype)
+            tensors.append(torch.sparse_coo_tensor(indices, values, (50, 60, 4)))
+        tensor = tensors[rank].clone()
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor.to_dense(), sum(t.to_dense() for t in tensors)), entries
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_reduce_of_sparse_tensors_is_their_sum(size):
+    run_ranks(_sparse, size, torch.float64, backend="torchtp")

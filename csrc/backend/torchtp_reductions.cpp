@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "backend/arguments.h"
+#include "backend/sparse_allreduce.h"
 #include "backend/torchtp_backend.h"
 #include "collectives/allreduce.h"
 #include "collectives/reduce.h"
@@ -59,10 +60,18 @@ TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Ten
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return launch(options.asyncOp, options.timeout, [&] {
-    only(tensors, "allreduce");
-    return plan_allreduce("torchtp:all_reduce", tensors, options.reduceOp);
+  return launch(options.asyncOp, options.timeout, [&]() -> Plan {
+    TORCH_CHECK(tensors.size() == 1, "torchtp allreduce takes one tensor a rank, got ", tensors.size());
+    const at::Tensor tensor = tensors[0];
+    if (!tensor.is_sparse()) return plan_allreduce("torchtp:all_reduce", tensors, options.reduceOp);
+    check_sparse(tensor, static_cast<collectives::ReduceOp>(options.reduceOp.op_));
+    return {c10d::OpType::ALLREDUCE, "torchtp:all_reduce", tensors, tensors,
+            [tensor](const Call& call) { sparse_allreduce(call, tensor); }};
   });
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return allreduce(tensors, options);
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allreduce_coalesced(Tensors& tensors,
