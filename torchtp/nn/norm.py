@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtp import lazy
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import dense_stride
 
 
 class _Norm(nn.Module):
@@ -58,8 +61,28 @@ class LayerNorm(_Norm, nn.LayerNorm):  # type: ignore[misc]
     """torch.nn.LayerNorm; over channels it is local."""
 
 
-class LayerNorm2d(_Norm, nn.LayerNorm):  # type: ignore[misc]
-    """LayerNorm over the channels of [N, C, H, W], as torchvision and timm have it; local."""
+class LayerNorm2d(nn.LayerNorm):
+    """LayerNorm over the channels of [N, C, H, W], as torchvision and timm have it; local, keeps only mean and rstd."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not isinstance(input, DTensor):
+            return _over_channels(input, self.weight, self.bias, self.eps)
+        kept = tuple(place if type(place) is Shard and place.dim != 1 else Replicate() for place in input.placements)
+        if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
+            notice.gathering(torch.ops.aten.native_layer_norm.default, input.shape, input.dtype)
+        mesh = input.device_mesh
+        factor = math.prod(mesh.size(axis) for axis, place in enumerate(kept) if isinstance(place, Shard))
+        local = input.redistribute(placements=kept).to_local(grad_placements=kept)
+        weight, bias = (
+            parameter if parameter is None else lazy.Scaled.apply(lazy.unwrap(parameter), factor)
+            for parameter in (self.weight, self.bias)
+        )
+        output = _over_channels(local, weight, bias, self.eps)
+        stride = dense_stride(input.shape, output.stride())
+        return DTensor.from_local(output, mesh, kept, run_check=False, shape=input.shape, stride=stride)
+
+
+def _over_channels(
+    input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    return torch.ops.torchtp.layer_norm_channels_first(input, lazy.unwrap(weight), lazy.unwrap(bias), eps)[0]
