@@ -393,3 +393,21 @@ def _autocast():
 
 def test_autocast():
     run_ranks(_autocast, 2)
+
+
+def _one_process_alone(backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _train({"h": 1, "w": 1}, "unet", None, "full")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torchtp"])
+def test_one_process_without_a_launcher(backend):
+    run_ranks(_one_process_alone, 1, backend, backend=None)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "w": 2}], ids=str)
+def test_training_on_the_backend_torchtp(axes):
+    run_ranks(_train, torch.Size(axes.values()).numel(), axes, "convnext", None, "full", backend="torchtp")
