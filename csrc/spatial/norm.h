@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-// The passes that batch norm and group norm share, over x of [N, C, ...] in a dense layout (pull.h's `dense`). Numbers
+// The passes that batch norm and group norm share, over x of [N, C, ...] in a dense layout (slab.h's `dense`). Numbers
 // for each (batch, channel) or, with one row, for each channel are float64 tensors of [N or 1, C].
 namespace torchtp::spatial {
 
@@ -37,7 +37,7 @@ at::ScalarType statistics_type(at::ScalarType type);
 
 // Gradients of (dx, dw, db) = norm backward with regard to (dy, x, w), for any norm: x of [A, K, ...] is normed over
 // `dims`, w broadcasts against x. The cotangents may be undefined. Returns (for dy, for x, for w before it is summed
-// to w's shape). With `count` undefined the statistics were constants. One allreduce.
+// to w's shape). `constant`: the statistics were not computed from x, as in evaluation; else one allreduce.
 std::array<at::Tensor, 3> norm_double_backward(const std::array<at::Tensor, 3>& cotangents, const at::Tensor& dy,
                                                const at::Tensor& x, const at::Tensor& weight, const at::Tensor& mean,
                                                const at::Tensor& invstd, at::IntArrayRef dims, bool constant,
