@@ -88,6 +88,18 @@ def test_the_whole_has_the_stride_order_of_the_parts():
     assert run_ranks(_memory_format, 2) == [(True, 1)] * 2
 
 
+def _gradient_groups():
+    whole = Layout(_mesh(data=2, w=2), {"w": -1}, "data")
+    part = Layout(_mesh(data=2, w=2)["w"], {"w": -1})
+    ranks = dist.get_process_group_ranks(whole.gradient_group)
+    assert ranks == dist.get_process_group_ranks(whole.group) and whole.gradient_group is whole.gradient_group
+    return whole.gradient_group is whole.group, part.gradient_group is part.group
+
+
+def test_gradients_have_a_group_of_their_own_in_a_layout_of_the_world():
+    assert run_ranks(_gradient_groups, 4) == [(False, True)] * 4
+
+
 def _masks_of_other_ranks_of_dims():
     layout = Layout(_mesh(h=2, w=2), {"h": -2, "w": -1})
     return [layout.shard(torch.zeros(shape)).placements for shape in [(3, 8, 8), (8, 8), (1, 2, 3, 8, 8)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +49,16 @@ class Layout:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self  # process groups are not copied: a copied model lives on the same mesh
+
+    @cached_property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """The ranks of `group`, for gradients: their buckets must not delay what norms add up while backward runs.
+
+        Collective when first asked for. It is `group` itself where that is not the whole world, which would have to
+        take part.
+        """
+        whole = self.group.size() == dist.get_world_size() and dist.get_backend(self.group) == dist.get_backend()
+        return dist.new_group(dist.get_process_group_ranks(self.group)) if whole else self.group
 
     @property
     def num_shards(self) -> int:

@@ -146,7 +146,7 @@ class _State:
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
             if named:
-                self._reducer = GradientReducer(named, self.layout.group, **self._reduces)
+                self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
         return self._reducer
 
     def _have_buffers(self, module: nn.Module) -> list[nn.Module]:
