@@ -101,7 +101,8 @@ class Message : public TorchtpWork {
 PointToPoint::PointToPoint(std::shared_ptr<shm::Group> group)
     : group_(std::move(group)),
       mailbox_(std::make_shared<shm::Mailbox>(group_)),
-      waiting_(std::make_shared<std::atomic<bool>>(false)) {}
+      waiting_(std::make_shared<std::atomic<bool>>(false)),
+      state_(std::make_shared<State>()) {}
 
 PointToPoint::~PointToPoint() { stop(); }
 
@@ -140,43 +141,55 @@ void PointToPoint::check_peer(int peer, const char* what) const {
 
 c10::intrusive_ptr<c10d::Work> PointToPoint::add(c10::intrusive_ptr<Message> message) {
   if (message->advance()) return message;
-  std::lock_guard<std::mutex> lock(mutex_);
-  unfinished_.push_back(message);
-  if (!thread_.joinable() && !stopping_) thread_ = std::thread([this] { look_after(); });
-  changed_.notify_all();
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->unfinished.push_back(message);
+  if (!thread_.joinable() && !state_->stopping) {
+    thread_ = std::thread([state = state_] { look_after(state); });
+  }
+  state_->changed.notify_all();
   return message;
 }
 
-void PointToPoint::look_after() {
+void PointToPoint::look_after(const std::shared_ptr<State>& state) {
   std::chrono::microseconds pause = kShortestPause;
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stopping_) {
-    if (unfinished_.empty()) {
-      changed_.wait(lock, [this] { return stopping_ || !unfinished_.empty(); });
+  std::unique_lock<std::mutex> lock(state->mutex);
+  while (!state->stopping) {
+    if (state->unfinished.empty()) {
+      state->changed.wait(lock, [&] { return state->stopping || !state->unfinished.empty(); });
       pause = kShortestPause;
       continue;
     }
     // Sleeping first: most messages are waited for at once, and finished by who waits.
-    const size_t before = unfinished_.size();
-    changed_.wait_for(lock, pause, [this] { return stopping_; });
-    if (stopping_) return;
-    auto messages = std::exchange(unfinished_, {});
+    const size_t before = state->unfinished.size();
+    if (state->changed.wait_for(lock, pause, [&] { return state->stopping; })) return;
+    auto messages = std::exchange(state->unfinished, {});
     lock.unlock();
     messages.remove_if([](const c10::intrusive_ptr<Message>& message) { return message->advance(); });
     lock.lock();
-    unfinished_.splice(unfinished_.begin(), messages);
-    pause = unfinished_.size() < before ? kShortestPause : std::min(2 * pause, kLongestPause);
+    state->unfinished.splice(state->unfinished.begin(), messages);
+    pause = state->unfinished.size() < before ? kShortestPause : std::min(2 * pause, kLongestPause);
   }
 }
 
 void PointToPoint::stop() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stopping = true;
+    state_->changed.notify_all();
   }
-  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
-  for (auto& message : std::exchange(unfinished_, {})) {
+  if (thread_.joinable()) {
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
+  }
+  std::list<c10::intrusive_ptr<Message>> left;
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    left = std::exchange(state_->unfinished, {});
+  }
+  for (auto& message : left) {
     message->fail(std::make_exception_ptr(Error("the process group was shut down before the message arrived")));
   }
 }

@@ -32,17 +32,24 @@ class PointToPoint {
   void stop();
 
  private:
+  // Shared with the thread: a callback of a message may drop the last reference to the group on it, and it then
+  // outlives this object.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::list<c10::intrusive_ptr<Message>> unfinished;
+    bool stopping = false;
+  };
+
+  static void look_after(const std::shared_ptr<State>& state);
+
   c10::intrusive_ptr<c10d::Work> add(c10::intrusive_ptr<Message> message);
   void check_peer(int peer, const char* what) const;
-  void look_after();
 
   std::shared_ptr<shm::Group> group_;
   std::shared_ptr<shm::Mailbox> mailbox_;
   std::shared_ptr<std::atomic<bool>> waiting_;  // one thread may wait in the mailbox at a time
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::list<c10::intrusive_ptr<Message>> unfinished_;
-  bool stopping_ = false;
+  std::shared_ptr<State> state_;
   std::thread thread_;
 };
 
