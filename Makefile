@@ -52,7 +52,7 @@ build: $(VENV)/built.stamp  ## build torchtp in place; a second run rebuilds not
 
 demo: $(VENV)/built.stamp  ## train on real images cut over RANKS processes and compare with one
 	$(say) 'training on a stereo pair cut over $(RANKS) ranks, then on one rank to compare'
-	OMP_NUM_THREADS=1 $(bin)/torchrun --nproc-per-node $(RANKS) examples/train_disparity.py --check $(DEMO_FLAGS)
+	OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::FutureWarning $(bin)/torchrun --nproc-per-node $(RANKS) examples/train_disparity.py --check $(DEMO_FLAGS)
 
 test: $(VENV)/built.stamp  ## run the whole test suite (TESTS=tests/test_x.py for a part)
 	$(say) 'running $(TESTS)'
