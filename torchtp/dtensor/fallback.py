@@ -27,13 +27,12 @@ from torchtp.dtensor.upstream import (
 # meets a cut tensor is gathered.
 LOCAL_UPSTREAM = words(
     """
-    abs abs_ acos acosh alias asin asinh atan atanh bitwise_not ceil clone conj cos cosh deg2rad detach detach_
-    digamma elu elu_ empty_like erf erf_ erfc erfinv exp exp_ exp2 expm1 fill_ floor frac full_like gelu
-    is_pinned is_same_size isfinite isinf isnan isneginf isposinf leaky_relu leaky_relu_ lgamma lift_fresh log
-    log_ log10 log1p log2 logical_not logit mish nan_to_num neg neg_ new_empty new_empty_strided new_full
-    new_ones new_zeros ones_like positive rad2deg reciprocal reciprocal_ record_stream relu relu_ round rsqrt
-    rsqrt_ sgn sigmoid sigmoid_ sign signbit silu silu_ sin sinc sinh softplus sqrt sqrt_ square tan tanh tanh_
-    trunc zero_ zeros_like _to_copy permute transpose t unsqueeze expand
+    abs acos acosh alias asin asinh atan atanh bitwise_not ceil clone conj cos cosh deg2rad detach detach_
+    digamma elu empty_like erf erfc erfinv exp exp2 expm1 floor frac full_like gelu is_pinned is_same_size
+    isfinite isinf isnan isneginf isposinf leaky_relu lgamma lift_fresh log log10 log1p log2 logical_not logit
+    mish nan_to_num neg new_empty new_empty_strided new_full new_ones new_zeros ones_like positive rad2deg
+    reciprocal record_stream relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square
+    tan tanh trunc zeros_like _to_copy permute transpose t unsqueeze expand
     """
 )
 

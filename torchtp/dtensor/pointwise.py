@@ -40,7 +40,8 @@ _IN_PLACE = words(
     """
     add_ sub_ mul_ div_ pow_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ remainder_ fmod_ floor_divide_
     threshold_ hardtanh_ hardswish_ hardsigmoid_ celu_ relu6_ logical_and_ logical_or_ eq_ ne_ lt_ le_ gt_ ge_
-    mish_
+    mish_ abs_ elu_ erf_ exp_ fill_ leaky_relu_ log_ neg_ reciprocal_ relu_ rsqrt_ sigmoid_ silu_ sqrt_ tanh_
+    zero_
     """
 )
 
@@ -83,6 +84,11 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise RuntimeError(
             f"{op} would write a DTensor's values into a plain tensor of shape {tuple(target.shape)}; "
             "use the op that returns a new tensor, or make the target a DTensor"
+        )
+    if hasattr(target, "_torchtp_copy"):
+        raise NotImplementedError(
+            f"{op} would write into a part of a tensor, of shape {tuple(target.shape)}, that reaches over several ranks: "
+            "it is a copy here, and what is written would be lost; build the whole with torch.where or torch.cat"
         )
     spec = spec_of(target)
     if any(isinstance(placement, Partial) for placement in spec.placements) or not axes_of(spec.mesh).spatial:

@@ -1,0 +1,114 @@
+"""Ops without a rule gather, exactly and audibly; DTensors of other uses behave as upstream has them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rules import W3, check
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import torchtp
+from torchtp.testing import run_ranks
+
+IMAGE = (2, 4, 9, 11)
+
+
+def cut_image(requires_grad=False):
+    mesh = init_device_mesh("cpu", (2,))
+    torchtp.dtensor.mark(mesh, [0])
+    x = torch.randn(IMAGE, generator=torch.Generator().manual_seed(0)).double()
+    return x, distribute_tensor(x, mesh, [Shard(3)], src_data_rank=None).requires_grad_(requires_grad)
+
+
+CASES = {
+    "softmax_w": lambda x: x.softmax(3),
+    "cumsum_w": lambda x: x.cumsum(3).sin(),
+    "sort_w": lambda x: x.sort(3).values,
+    "unfold": lambda x: F.unfold(x, 3),
+    "windows": lambda x: x.unfold(3, 4, 2).sin(),
+    "flatten": lambda x: x.flatten(1).sin(),
+    "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.linspace(-1, 1, 12).double().view(3, 4)),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),
+    "grid_sample": lambda x: F.grid_sample(x, torch.linspace(-1, 1, 80).double().view(2, 4, 5, 2), align_corners=False),
+    "index": lambda x: x[:, :, torch.tensor([1, 4])][..., torch.tensor([0, 3, 9])].sin(),
+}
+
+
+def run_case(name, mesh, kwargs):
+    torchtp.dtensor.mark(init_device_mesh("cpu", mesh[0]), [0])
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    torch.manual_seed(0)
+    check(CASES[name], mesh, [torch.randn(IMAGE).double()], double=False, gathers=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ops_without_a_rule_are_exact(name):
+    run_ranks(run_case, 3, name, W3, {})
+
+
+def run_notices():
+    _, mine = cut_image()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            mine.cumprod(3)
+    return [str(warning.message) for warning in caught if warning.category is torchtp.GatherWarning]
+
+
+def test_a_gather_is_said_once():
+    for messages in run_ranks(run_notices, 2, fresh=True):
+        assert len(messages) == 1
+        assert "cumprod" in messages[0] and "6336 bytes" in messages[0]
+
+
+def run_strict():
+    _, mine = cut_image(requires_grad=True)
+    with torchtp.strict(), pytest.raises(torchtp.GatherError, match="cumprod"):
+        mine.cumprod(3)
+    product = mine.cumsum(3)
+    with torchtp.strict(), pytest.raises(torchtp.GatherError):
+        product.square().sum().backward()
+
+
+def test_strict_refuses_a_gather_on_every_rank_in_backward_too():
+    run_ranks(run_strict, 2)
+
+
+def run_writes():
+    x, mine = cut_image()
+    mine[:, 1] = 0.0
+    x[:, 1] = 0.0
+    assert torch.equal(mine.full_tensor(), x)
+    with pytest.raises(NotImplementedError, match="torch.where"):
+        mine[..., 2:7] = 1.0
+    with pytest.raises(NotImplementedError, match="torch.where"):
+        mine[..., 2].zero_()
+
+
+def test_writing_into_rows_of_other_ranks_is_refused():
+    run_ranks(run_writes, 2)
+
+
+def run_other_uses():
+    """Tensor parallel: [batch, sequence, features] with Shard(2), on a mesh that cuts no images."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x, w = torch.randn(2, 6, 8), torch.randn(8, 4)
+    mine, weight = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(w, mesh, [Shard(0)])
+    product = mine.softmax(-1) @ weight
+    placements = [str(t.placements) for t in (mine.relu(), mine + mine, mine[:, :3], mine.transpose(1, 2), product)]
+    torch.testing.assert_close(product.full_tensor(), x.softmax(-1) @ w)
+    with pytest.raises(RuntimeError, match="mixed"):
+        mine + torch.ones(8)
+    rows = distribute_tensor(x, mesh, [Shard(0)])
+    assert rows.mean().full_tensor().item() == pytest.approx(x.mean().item())
+    assert F.linear(rows, distribute_tensor(w.t(), mesh, [Replicate()])).placements == (Shard(0),)
+    return placements
+
+
+def test_other_uses_of_dtensor_are_as_before():
+    for placements in run_ranks(run_other_uses, 2, fresh=True):
+        assert placements[:4] == ["(Shard(dim=2),)", "(Shard(dim=2),)", "(Shard(dim=2),)", "(Shard(dim=1),)"]
