@@ -113,6 +113,8 @@ def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: De
     local_args, local_kwargs = pytree.tree_map(
         lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, (args, kwargs)
     )
+    if op is torch.ops.aten.view.default:
+        op = torch.ops.aten.reshape.default  # the global stride may promise a view that the local one can't give
     results = op(*local_args, **local_kwargs)
     whole = (Replicate(),) * mesh.ndim
     return pytree.tree_map(

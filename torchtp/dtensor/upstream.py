@@ -32,6 +32,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "StridedShard",
+    "become",
     "local_of",
     "make_dtensor",
     "make_spec",
@@ -67,6 +68,13 @@ def make_spec(
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around a local tensor, outside autograd."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+def become(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], view: DTensor) -> DTensor:
+    """For an op that changes the shape of args[0] in place: args[0] becomes `view`, what the op would return of a copy."""
+    target: DTensor = args[0]
+    target._local_tensor, target._spec = view._local_tensor, view._spec
+    return return_and_correct_aliasing(op, args, kwargs, target)
 
 
 def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -10,12 +10,19 @@ import torch
 from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import pulled, pushed, same_chunks, scaled
-from torchtp.dtensor.registry import spatial_rule
+from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, copy_marked, summed
 from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import Op, Placement, Replicate, Shard, plain_shard
+from torchtp.dtensor.upstream import Op, Placement, Replicate, Shard, become, plain_shard
 
 aten = torch.ops.aten
+
+
+@rule("unsqueeze_")
+def unsqueeze_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Upstream has none; double backward of the norms calls it."""
+    input, dim = bound(op, args, kwargs)
+    return become(op, args, kwargs, aten.unsqueeze.default(input, dim))
 
 
 def groups_of(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]] | None:
