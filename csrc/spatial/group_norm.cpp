@@ -113,7 +113,7 @@ std::array<at::Tensor, 3> group_norm_double_backward(const std::array<at::Tensor
       norm_double_backward({elements(cotangents[0]), by_channel(cotangents[1]), by_channel(cotangents[2])},
                            elements(grad_output), elements(input), weight ? by_channel(*weight) : at::Tensor(),
                            by_group(mean), by_group(rstd), {2, 3}, false, ranks);
-  if (weight) for_weight = for_weight.sum({0, 3}).view({-1}).to(weight->scalar_type());
+  if (weight) for_weight = for_weight.sum(at::IntArrayRef{0, 3}).view({-1}).to(weight->scalar_type());
   return {for_dy.view(input.sizes()).to(grad_output.scalar_type()), for_x.view(input.sizes()).to(input.scalar_type()),
           weight ? for_weight : at::Tensor()};
 }
