@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchtp
@@ -22,6 +23,12 @@ DATA_W = ((2, 2), (0, 3))
 REPLICA_H = ((2, 2), (None, 2))
 
 Mesh = tuple[tuple[int, ...], tuple[int | None, ...]]
+
+
+@functools.cache
+def device_mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """One mesh of a shape for all cases of a worker: every new one brings groups with threads of their own."""
+    return init_device_mesh("cpu", shape)
 
 
 def num_ranks(mesh: Mesh) -> int:
@@ -87,7 +94,7 @@ def _check(
     double: bool,
     cut_output: bool | None,
 ) -> None:
-    device_mesh = init_device_mesh("cpu", mesh[0])
+    device_mesh = device_mesh_of(mesh[0])
     placements = placements_of(mesh)
     references = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (*inputs, *parameters)]
     mine = [

@@ -31,6 +31,8 @@ _WORKER_BYTES = 1 << 30  # what a worker may grow to; how much of the machine's 
 _START_SECONDS = 180.0  # importing torch on a busy machine; not part of a call's time limit
 _GRACE_SECONDS = 3.0  # what the other ranks get to answer once one has failed
 _LOG_TAIL = 8000
+# A pool whose functions have left more process groups than this is replaced: each gloo group keeps threads running.
+_MAX_GROUPS = 24
 
 
 class RanksFailed(RuntimeError):
@@ -280,7 +282,11 @@ def _serve(fd: int, backend: str) -> None:
             fn, args = pickle.loads(call)
             return fn(*args)
 
-        _answer(connection, work, lambda: _default_group() is not group)
+        _answer(connection, work, lambda: _default_group() is not group or _num_groups() > _MAX_GROUPS)
+
+
+def _num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map) if dist.is_available() else 0
 
 
 def _default_group() -> Any:
