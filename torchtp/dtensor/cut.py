@@ -101,6 +101,11 @@ def cut_of(mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> Cut |
     return cut
 
 
+def is_cut(tensor: object) -> bool:
+    """Whether a spatial dim of [N, C, ...] is cut. An unbatched image has one dim less: it is given a batch first."""
+    return isinstance(tensor, DTensor) and cut_of(tensor.device_mesh, tensor.placements, tensor.shape) is not None
+
+
 def owned(extent: int, size: int, rank: int) -> tuple[int, int]:
     """The interval [begin, end) that `rank` of `size` holds of a dim of `extent`."""
     step = -(-extent // size)

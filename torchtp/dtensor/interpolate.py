@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_of, owned, wrap
+from torchtp.dtensor.cut import cut_of, is_cut, owned, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.spatial import arrange, mark
-from torchtp.dtensor.upstream import DTensor, Op
+from torchtp.dtensor.upstream import Op
 
 # aten's function (its backward is the name with _backward) -> the mode of torchtp::interpolate.
 MODES = {
@@ -29,10 +29,6 @@ MODES = {
 ops = torch.ops.torchtp
 
 
-def _is_cut(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and cut_of(tensor.device_mesh, tensor.placements, tensor.shape) is not None
-
-
 def _params(mode: str, size: list[int], others: list[Any]) -> tuple[str, list[int], list[float], bool]:
     """The arguments after the sizes are align_corners, where the mode has it, and one scale or None for each dim."""
     align_corners = bool(others[0]) if "nearest" not in mode else False
@@ -42,7 +38,7 @@ def _params(mode: str, size: list[int], others: list[Any]) -> tuple[str, list[in
 @rule(*(name + "." for name in MODES))
 def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, output_size, *others = bound(op, args, kwargs)
-    if not _is_cut(input):
+    if not is_cut(input):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, lambda _dim: True)
     cut = cut_of(mesh, placements, input.shape)
@@ -57,7 +53,7 @@ def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def interpolate_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cut as the output's gradient is, also where the input was whole: its gradient is smaller than the output's."""
     grad_output, output_size, input_size, *others = bound(op, args, kwargs)
-    if not _is_cut(grad_output):
+    if not is_cut(grad_output):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, grad_output, lambda _dim: True)
     shape = torch.Size(input_size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_of, local_as, owned, wrap
+from torchtp.dtensor.cut import Placements, cut_of, is_cut, local_as, owned, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, composite_rule, rule
@@ -18,11 +18,6 @@ ops = torch.ops.torchtp
 
 def _any(_dim: int) -> bool:
     return True
-
-
-def _is_cut(tensor: Any) -> bool:
-    """Whether a spatial dim of [N, C, ...] is cut. An unbatched image has one dim less: it is given a batch first."""
-    return isinstance(tensor, DTensor) and cut_of(tensor.device_mesh, tensor.placements, tensor.shape) is not None
 
 
 def _each(values: Any, num_dims: int) -> list[int]:
@@ -55,7 +50,7 @@ def _max_pool_params(num_dims: int, params: Any) -> tuple[list[int], list[int], 
 def max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *params = bound(op, args, kwargs)
     num_dims = int(op._schema.name.split("pool")[1][0])
-    if not _is_cut(input) or input.dim() != num_dims + 2:
+    if not is_cut(input) or input.dim() != num_dims + 2:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _any)
     cut = cut_of(mesh, placements, input.shape)
@@ -72,7 +67,7 @@ def max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def max_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, *params, indices = bound(op, args, kwargs)
     num_dims = int(op._schema.name.split("pool")[1][0])
-    if not _is_cut(input) or input.dim() != num_dims + 2:
+    if not is_cut(input) or input.dim() != num_dims + 2:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _any)
     cut = cut_of(mesh, placements, input.shape)
@@ -99,7 +94,7 @@ def _avg_pool_params(num_dims: int, params: Any) -> tuple[Any, ...]:
 def avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *params = bound(op, args, kwargs)
     num_dims = int(op._schema.name[-2])
-    if not _is_cut(input) or input.dim() != num_dims + 2:
+    if not is_cut(input) or input.dim() != num_dims + 2:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _any)
     cut = cut_of(mesh, placements, input.shape)
@@ -115,7 +110,7 @@ def avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, *params = bound(op, args, kwargs)
     num_dims = 2 if "2d" in op._schema.name else 3
-    if not _is_cut(input) or input.dim() != num_dims + 2:
+    if not is_cut(input) or input.dim() != num_dims + 2:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _any)
     cut = cut_of(mesh, placements, input.shape)
@@ -162,7 +157,7 @@ def _along(matrices: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
 def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bins straddle ranks: every rank averages its part of each bin, the parts are summed; the output is whole."""
     input, sizes = bound(op, args, kwargs)
-    if not _is_cut(input):
+    if not is_cut(input):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _any)
     cut = cut_of(mesh, placements, input.shape)
@@ -178,7 +173,7 @@ def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
 def adaptive_avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input = bound(op, args, kwargs)
-    if not _is_cut(input):
+    if not is_cut(input):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _any)
     sizes = list(grad_output.shape[2:])
