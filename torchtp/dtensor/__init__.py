@@ -4,6 +4,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     convolution,
     fallback,
     interpolate,
+    linear,
     loss,
     norm,
     pad,

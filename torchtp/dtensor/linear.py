@@ -1,0 +1,122 @@
+"""F.linear of cut DTensors with whole weights: local where the features are whole; differentiable to any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, local_as, parameter_gradient, wrap
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
+from torchtp.dtensor.spatial import arrange, is_marked
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, spec_of
+
+_OP = torch.ops.aten.linear.default
+
+
+def _takes(input: Any, weight: Any, bias: Any) -> bool:
+    """Ours: an activation of a mesh that cuts images, and parameters that every rank holds whole."""
+    if not isinstance(input, DTensor) or input.dim() == 0 or not is_marked(input.device_mesh):
+        return False
+    return all(
+        not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in spec_of(tensor).placements)
+        for tensor in (weight, bias)
+    )
+
+
+def _arranged(input: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
+    last = input.dim() - 1
+    return arrange(_OP, input, lambda dim: dim < last)
+
+
+def _local(input: DTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> DTensor:
+    local, mesh, placements = _arranged(input)
+    output = F.linear(local, full_of(weight), None if bias is None else full_of(bias))
+    return wrap(output, mesh, placements, torch.Size([*input.shape[:-1], weight.size(0)]))
+
+
+def _rows(local: torch.Tensor) -> torch.Tensor:
+    return local.reshape(-1, local.size(-1))
+
+
+class Linear(torch.autograd.Function):
+    """input @ weight.t() + bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: DTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> DTensor:
+        ctx.save_for_backward(input, weight)
+        ctx.bias_like = bias
+        return _local(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        input, weight = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        return (
+            Linear.apply(grad, weight.t(), None) if wants[0] else None,
+            Outer.apply(grad, input, weight) if wants[1] else None,
+            Total.apply(grad, ctx.bias_like) if wants[2] else None,
+        )
+
+
+class Outer(torch.autograd.Function):
+    """The gradient of a weight: the sum of a.t() @ b over all but the last dim, shared out by the mean rule."""
+
+    @staticmethod
+    def forward(ctx: Any, a: DTensor, b: DTensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        local, mesh, placements = _arranged(b)
+        share = _rows(local_as(a, mesh, placements)).t() @ _rows(local)
+        return parameter_gradient(share, weight, mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        a, b = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        return (
+            Linear.apply(b, grad, None) if wants[0] else None,
+            Linear.apply(a, grad.t(), None) if wants[1] else None,
+            None,
+        )
+
+
+class Total(torch.autograd.Function):
+    """The gradient of a bias: the sum over all but the last dim, shared out by the mean rule."""
+
+    @staticmethod
+    def forward(ctx: Any, a: DTensor, bias: torch.Tensor) -> torch.Tensor:
+        local, mesh, placements = _arranged(a)
+        ctx.like = mesh, placements, a.shape
+        return parameter_gradient(_rows(local).sum(0), bias, mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+        return Spread.apply(grad, *ctx.like), None
+
+
+class Spread(torch.autograd.Function):
+    """A bias at every place of a cut tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+        ctx.save_for_backward(bias)
+        return wrap(cut_locally(full_of(bias).expand(shape), mesh, placements).clone(), mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        return Total.apply(grad, ctx.saved_tensors[0]), None, None, None
+
+
+@composite_rule("linear")
+def linear(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, weight, bias = bound(op, args, kwargs)
+    return Linear.apply(input, weight, bias) if _takes(input, weight, bias) else op.decompose(*args, **kwargs)
+
+
+@spatial_rule("linear")
+def linear_without_autograd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inference mode does not take it apart."""
+    input, weight, bias = bound(op, args, kwargs)
+    return _local(input, weight, bias) if _takes(input, weight, bias) else unruled(op, args, kwargs)
