@@ -215,7 +215,7 @@ def test_parameters_bring_no_gather():
 def _double_backward():
     layout = make_layout({"w": 2})
     torch.manual_seed(4)
-    single = nn.Sequential(LayerScale(), nn.Conv2d(4, 4, 3, padding=1), LayerScale()).double()
+    single = nn.Sequential(LayerScale(), nn.Conv2d(4, 4, 3, padding=1), Dense(), LayerScale()).double()
     model = torchtp.parallelize(copy.deepcopy(single), layout, output="full", reduce=False)
     results = []
     for each in (model, single):
@@ -224,6 +224,9 @@ def _double_backward():
         gradient.square().sum().backward()
         results.append(image.grad)
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        dist.all_reduce(mine.grad, group=layout.group)
+        torch.testing.assert_close(mine.grad / layout.group.size(), theirs.grad, rtol=1e-9, atol=1e-10)
 
 
 def test_double_backward_through_the_image():

@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
+from torchtp.dtensor.cut import local_as, num_shards, wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
+from torchtp.dtensor.upstream import local_of
 
 _state = threading.local()
 
@@ -201,7 +203,7 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return DTensor.from_local(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, run_check=False)
+        return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -221,6 +223,38 @@ class Scaled(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
+class _Linear(torch.autograd.Function):
+    """F.linear of a DTensor whose features are whole, with plain parameters: local, gradients by the mean rule."""
+
+    @staticmethod
+    def forward(ctx: Any, input: DTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.has_bias = bias is not None
+        shape = torch.Size((*input.shape[:-1], weight.size(0)))
+        return wrap(F.linear(local_of(input), weight, bias), input.device_mesh, input.placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        input, weight = ctx.saved_tensors
+        mesh, placements = input.device_mesh, input.placements
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        for_input = for_weight = for_bias = None
+        if torch.is_grad_enabled():  # the second derivative is wanted
+            grad = grad.redistribute(placements=placements)
+            for_input = _Linear.apply(grad, weight.t(), None) if needs_input else None
+            rows, inputs = (tensor.to_local(grad_placements=placements).flatten(0, -2) for tensor in (grad, input))
+        else:
+            grad = local_as(grad, mesh, placements)
+            for_input = wrap(grad.matmul(weight), mesh, placements, input.shape) if needs_input else None
+            rows, inputs = grad.flatten(0, -2), local_of(input).flatten(0, -2)
+        shards = num_shards(mesh, placements)
+        if needs_weight:
+            for_weight = rows.t().mm(inputs) * shards
+        if needs_bias and ctx.has_bias:
+            for_bias = rows.sum(0) * shards
+        return for_input, for_weight, for_bias
+
+
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear of a DTensor with plain parameters: local where the features are not cut."""
     if not isinstance(input, DTensor):
@@ -228,7 +262,6 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         return F.linear(*(None if t is None else _beside(t, mesh) for t in (input, weight, bias)))  # type: ignore[arg-type]
     if isinstance(weight, DTensor) or isinstance(bias, DTensor):
         return F.linear(input, *(None if t is None else _beside(t, input.device_mesh) for t in (weight, bias)))  # type: ignore[arg-type]
-    mesh = input.device_mesh
     kept = tuple(
         placement if type(placement) is Shard and placement.dim < input.dim() - 1 else Replicate()
         for placement in input.placements
@@ -236,16 +269,12 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if kept != input.placements:
         _say_gather(input, kept)
         input = input.redistribute(placements=kept)
-    factor = 1
-    for axis, placement in enumerate(kept):
-        factor *= mesh.size(axis) if isinstance(placement, Shard) else 1
-    if factor > 1:
-        weight = Scaled.apply(weight, factor)
-        bias = None if bias is None else Scaled.apply(bias, factor)
-    local = F.linear(input.to_local(grad_placements=kept), weight, bias)
-    shape = torch.Size([*input.shape[:-1], weight.size(0)])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, kept, run_check=False, shape=shape, stride=stride)
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind) or input.dtype is torch.float64:
+        return _Linear.apply(input, weight, bias)
+    dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        return _Linear.apply(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def _say_gather(input: DTensor, kept: tuple[Any, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ _IN_PLACE = words(
 )
 
 
+_broadcast = lru_cache(4096)(torch.broadcast_shapes)
+
+
 @spatial_rule(*_FUNCTIONAL)
 def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -65,7 +69,7 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = spec.mesh
         if not axes_of(mesh).spatial and all(isinstance(tensor, DTensor) for tensor in tensors):
             return passthrough(op, args, kwargs)
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        shape = _broadcast(*(tensor.shape for tensor in tensors))
         if torch._C._current_graph_task_id() != -1 and _is_accumulation(tensors):
             return _accumulate(op, tensors, args, kwargs)
         placements = _common(op, tensors, shape, mesh)

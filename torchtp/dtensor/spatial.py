@@ -55,6 +55,12 @@ def is_spatial(tensor: object) -> bool:
     )
 
 
+def is_whole(tensor: DTensor) -> bool:
+    """Whether every rank of a mesh that cuts images holds the tensor's full shape: its values, or a share of their sum."""
+    spec = spec_of(tensor)
+    return is_marked(spec.mesh) and all(isinstance(placement, (Replicate, Partial)) for placement in spec.placements)
+
+
 def arrange(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[torch.Tensor, DeviceMesh, Placements]:
     """The tensor with at most one cut over each dim that `may_cut`, sums done, everything else gathered with notice.
 

@@ -12,8 +12,8 @@ from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import pulled, pushed, same_chunks, scaled
 from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, copy_marked, summed
-from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import Op, Placement, Replicate, Shard, become, plain_shard
+from torchtp.dtensor.spatial import is_spatial, is_whole
+from torchtp.dtensor.upstream import DTensor, Op, Placement, Replicate, Shard, become, local_of, plain_shard
 
 aten = torch.ops.aten
 
@@ -66,7 +66,10 @@ def _inferred(sizes: list[int], numel: int) -> list[int]:
 def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes = args[0], args[1]
     if not is_spatial(tensor) or has_strided_shard(tensor):
-        return unruled(op, args, kwargs)
+        if not isinstance(tensor, DTensor) or isinstance(sizes, torch.dtype) or not is_whole(tensor):
+            return unruled(op, args, kwargs)
+        local = local_of(tensor).reshape(sizes)
+        return wrap(local, tensor.device_mesh, tensor.placements, local.shape)
     if isinstance(sizes, torch.dtype):
         local, mesh, placements = summed(tensor)
         same = sizes.itemsize == tensor.dtype.itemsize
