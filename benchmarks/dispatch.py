@@ -2,8 +2,8 @@
 
     python -m benchmarks.dispatch
 
-Two ranks. The halo exchange does nothing in "added", so that only the way through the dispatcher is counted; "with
-halos" is the same with it.
+Two ranks. A chain of equal ops is timed, as in a network, and the time of one is given. The halo exchange does nothing
+in "added", so that only the way through the dispatcher is counted; "with halos" is the same with it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,43 @@ from benchmarks.common import Spread, measure, parser, report, run_ranks, slowes
 from torchtp import _C
 
 CHANNELS, HEIGHT, WIDTH = 4, 8, 16
+CHAIN = 8
 
 
-def _ops() -> dict[str, Callable[[Tensor], Tensor]]:
-    kernel, point = torch.randn(CHANNELS, CHANNELS, 3, 3), torch.randn(CHANNELS, CHANNELS, 1, 1)
-    depthwise = torch.randn(CHANNELS, 1, 7, 7)
-    for weight in (kernel, point, depthwise):
+def _ops() -> dict[str, tuple[Callable[[Tensor], Tensor], int]]:
+    kernel, point, halving = (torch.randn(CHANNELS, CHANNELS, size, size) / CHANNELS for size in (3, 1, 2))
+    depthwise = torch.randn(CHANNELS, 1, 7, 7) / 7
+    for weight in (kernel, point, halving, depthwise):
         weight.requires_grad_()
+
+    def resample(x: Tensor, factor: float) -> Tensor:
+        return F.interpolate(x, scale_factor=factor, mode="bilinear")
+
+    # With it, how many ops it is: what changes the size of a map is followed by what changes it back.
     return {
-        "conv2d 3x3": lambda x: F.conv2d(x, kernel, padding=1),
-        "conv2d 7x7 depthwise": lambda x: F.conv2d(x, depthwise, padding=3, groups=CHANNELS),
-        "conv2d 2x2 stride 2": lambda x: F.conv2d(x, kernel[:, :, :2, :2], stride=2),
-        "conv2d 1x1": lambda x: F.conv2d(x, point),
-        "max_pool2d 3x3": lambda x: F.max_pool2d(x, 3, 2, 1),
-        "avg_pool2d 2x2": lambda x: F.avg_pool2d(x, 2),
-        "interpolate bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
-        "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
-        "relu": F.relu,
-        "add": lambda x: x + x,
+        "conv2d 3x3": (lambda x: F.conv2d(x, kernel, padding=1), 1),
+        "conv2d 7x7 depthwise": (lambda x: F.conv2d(x, depthwise, padding=3, groups=CHANNELS), 1),
+        "conv2d, conv_transpose2d 2x2": (
+            lambda x: F.conv_transpose2d(F.conv2d(x, halving, stride=2), halving, stride=2),
+            2,
+        ),
+        "conv2d 1x1": (lambda x: F.conv2d(x, point), 1),
+        "max_pool2d 3x3": (lambda x: F.max_pool2d(x, 3, 1, 1), 1),
+        "avg_pool2d 3x3": (lambda x: F.avg_pool2d(x, 3, 1, 1), 1),
+        "interpolate bilinear": (lambda x: resample(resample(x, 2), 0.5), 2),
+        "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), 1),
+        "relu": (F.relu, 1),
+        "add": (lambda x: x + x, 1),
     }
+
+
+def _chain(op: Callable[[Tensor], Tensor], length: int) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        for _ in range(length):
+            x = op(x)
+        return x
+
+    return run
 
 
 def measure_all(names: list[str], repeat: int, inner: int) -> list[dict[str, Any]]:
@@ -53,7 +71,8 @@ def measure_all(names: list[str], repeat: int, inner: int) -> list[dict[str, Any
     cut = layout.shard(torch.randn(1, CHANNELS, HEIGHT, WIDTH)).detach()
     results = []
     for name in names:
-        op = ops[name]
+        single, number = ops[name]
+        op = _chain(single, CHAIN // number)
         row: dict[str, Any] = {"op": name}
         for what, source, exchange in (("plain", plain, "auto"), ("cut", cut, "none"), ("halos", cut, "auto")):
             _C.set_exchange(group, exchange)
@@ -71,7 +90,7 @@ def measure_all(names: list[str], repeat: int, inner: int) -> list[dict[str, Any
 
             for way, run in (("forward", forward), ("both", both)):
                 dist.barrier()
-                row[f"{what}_{way}"] = measure(run, repeat, inner=inner)
+                row[f"{what}_{way}"] = [seconds / CHAIN for seconds in measure(run, repeat, inner=inner)]
         _C.set_exchange(group, "auto")
         results.append(row)
     return results
@@ -80,7 +99,7 @@ def measure_all(names: list[str], repeat: int, inner: int) -> list[dict[str, Any
 def main() -> None:
     args = parser(__doc__).parse_args()
     names = ["conv2d 3x3", "relu"] if args.quick else list(_ops())
-    repeat, inner = (3, 3) if args.quick else (args.repeat, 50)
+    repeat, inner = (3, 3) if args.quick else (args.repeat, 20)
     rows = []
     for per_rank in zip(*run_ranks(measure_all, 2, names, repeat, inner), strict=True):
         keys = [f"{what}_{way}" for what in ("plain", "cut", "halos") for way in ("forward", "both")]

@@ -3,7 +3,8 @@
     python -m benchmarks.train_step
 
 The network of examples/train_disparity.py and ConvNeXt-T at 512 x 1024, fp32, one thread a rank. The three are timed in
-turn in the same processes; while one rank works alone the other sleeps.
+turn in the same processes; while one rank works alone the other sleeps. All keep freed memory
+(`torchtp.host_memory.keep_freed_memory`), unless --system-malloc is given.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtp
 from benchmarks.common import Spread, parser, report, run_ranks, slowest
 from torchtp import _C
+from torchtp.host_memory import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from networks import Classifier, ConvNeXt, DisparityNet
@@ -51,8 +53,10 @@ class Step:
         self.optimizer.step()
 
 
-def measure_workload(name: str, repeat: int) -> dict[str, list[float]]:
+def measure_workload(name: str, repeat: int, keep: bool) -> dict[str, list[float]]:
     """Seconds a step on this rank, for each way of running it."""
+    if keep:
+        keep_freed_memory()
     make, shape = WORKLOADS[name]
     torch.manual_seed(0)
     images = torch.randn(shape)
@@ -83,10 +87,13 @@ def measure_workload(name: str, repeat: int) -> dict[str, list[float]]:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
+    flags.add_argument("--system-malloc", action="store_true", help="give freed memory back to the system, as usual")
     args = flags.parse_args()
     rows: list[dict[str, Any]] = []
     for name in ["tiny"] if args.quick else [name for name in WORKLOADS if name != "tiny"]:
-        per_rank = run_ranks(measure_workload, args.ranks, name, 3 if args.quick else args.repeat)
+        per_rank = run_ranks(
+            measure_workload, args.ranks, name, 3 if args.quick else args.repeat, not args.system_malloc
+        )
         one, sharded, bound = (slowest([result[key] for result in per_rank]) for key in ("one", "sharded", "bound"))
         rows.append(
             {
@@ -111,6 +118,7 @@ def main() -> None:
             "sharded : bound": lambda row: row["over_bound"].text(digits=3),
         },
         args.out,
+        {"freed memory": "given back" if args.system_malloc else "kept"},
     )
 
 

@@ -25,6 +25,7 @@ from networks import Classifier, ConvNeXt, draw_paths
 from tqdm import tqdm
 
 import torchtp
+from torchtp.host_memory import keep_freed_memory
 from torchtp.measure import SavedBytes, exchanged_bytes
 
 NETWORKS = {
@@ -66,6 +67,7 @@ def memory_bytes(device: str) -> int:
 
 def main() -> int:
     args = parse_args()
+    keep_freed_memory()
     start_process_group(args.backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.device == "cuda":

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import torchtp
+from torchtp.host_memory import keep_freed_memory
 from torchtp.measure import SavedBytes, exchanged_bytes
 
 NETWORKS = {
@@ -230,6 +231,7 @@ def draw(
 
 def main() -> int:
     args = parse_args()
+    keep_freed_memory()
     start_process_group(args.backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = make_layout(args.mesh)
