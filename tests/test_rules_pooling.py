@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rules import DATA_W, H4, HW, W3, check, num_ranks
+from rules import DATA_W, H4, HW, W3, check, device_mesh_of, num_ranks
 
+import torchtp
 from torchtp.testing import run_ranks
 
 IMAGE = (2, 4, 9, 11)
 CASES = {
     "max": (lambda x: F.max_pool2d(x, 2), IMAGE),
-    "max_stem": (lambda x: F.max_pool2d(x, 3, 2, 1), IMAGE),
+    "max_stem": (lambda x: F.max_pool2d(x.square(), 3, 2, 1).sin(), IMAGE),
+    "max_channels_last": (
+        lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 3, 2, 1).square(),
+        IMAGE,
+    ),
     "max_ceil_dilated": (lambda x: F.max_pool2d(x, 3, 2, 1, 2, ceil_mode=True), IMAGE),
     "max_indices": (lambda x: F.max_pool2d(x.detach(), 3, 2, return_indices=True)[1], IMAGE),
     "avg": (lambda x: F.avg_pool2d(x, 2), IMAGE),
@@ -36,10 +41,11 @@ CASES = {
     "circular": (lambda x: F.pad(x, (3, 2, 1, 4), mode="circular").sin(), IMAGE),
     "adaptive_more": (lambda x: F.adaptive_avg_pool2d(x, (13, 5)), IMAGE),
 }
-ONCE = {"lp", "max", "max_stem", "max_ceil_dilated"}  # autograd's own second derivative gathers
+ONCE = {"lp"}  # autograd's own second derivative gathers
 
 
 def run_case(name, mesh, kwargs):
+    torchtp.dtensor.mark(device_mesh_of(mesh[0]), [axis for axis, dim in enumerate(mesh[1]) if dim])
     torch.manual_seed(0)
     fn, shape = CASES[name]
     check(fn, mesh, [torch.randn(shape).double()], double=name not in ONCE, **kwargs)
@@ -52,14 +58,15 @@ def test_pools_and_pads_match_reference_without_a_gather(name, mesh):
 
 
 def run_one_and_three_dims():
+    torchtp.dtensor.mark(device_mesh_of((2,)), [0])
     torch.manual_seed(0)
     line, box = torch.randn(2, 3, 11).double(), torch.randn(1, 2, 7, 6, 9).double()
-    check(lambda x: F.max_pool1d(x, 3, 2, 1), ((2,), (2,)), [line], double=False)
+    check(lambda x: F.max_pool1d(x, 3, 2, 1).square(), ((2,), (2,)), [line])
     check(lambda x: F.max_pool1d(x.detach(), 3, 2, 1), ((2,), (2,)), [line])
     check(lambda x: F.avg_pool1d(x, 3, 2, 1), ((2,), (2,)), [line])
     check(lambda x: F.adaptive_avg_pool1d(x, 4), ((2,), (2,)), [line])
     for dim in (2, 4):
-        check(lambda x: F.max_pool3d(x, 3, 2, 1), ((2,), (dim,)), [box], double=False)
+        check(lambda x: F.max_pool3d(x, 3, 2, 1).square(), ((2,), (dim,)), [box])
         check(lambda x: F.avg_pool3d(x, 3, 2, 1), ((2,), (dim,)), [box])
         check(lambda x: F.adaptive_avg_pool3d(x, (3, 2, 4)), ((2,), (dim,)), [box])
 
@@ -70,7 +77,8 @@ def test_pools_in_one_and_three_dims_match_reference():
 
 def run_second_derivative():
     torch.manual_seed(0)
-    check(lambda x: F.max_pool2d(x, 3, 2, 1).square(), ((2,), (3,)), [torch.randn(IMAGE).double()], gathers=True)
+    with_indices = lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)[0].square()  # noqa: E731
+    check(with_indices, ((2,), (3,)), [torch.randn(IMAGE).double()], gathers=True)
     check(lambda x: F.adaptive_max_pool2d(x, 3), ((2,), (3,)), [torch.randn(IMAGE).double()], gathers=True)
 
 

@@ -6,6 +6,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     interpolate,
     linear,
     loss,
+    max_pool,
     norm,
     pad,
     pointwise,

@@ -1,4 +1,4 @@
-"""Max, average and adaptive average pooling of cut DTensors."""
+"""Average and adaptive average pooling of cut DTensors, and what all pools share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_s
 ops = torch.ops.torchtp
 
 
-def _any(_dim: int) -> bool:
+def any_dim(_dim: int) -> bool:
+    """Any may be cut."""
     return True
 
 
-def _each(values: Any, num_dims: int) -> list[int]:
+def each(values: Any, num_dims: int) -> list[int]:
+    """A parameter of a pool, one number for each dim."""
     values = list(values) if not isinstance(values, int) else [values]
     return values * num_dims if len(values) == 1 else values
 
@@ -39,55 +41,10 @@ def pooled_shape(
     return torch.Size(out)
 
 
-def _max_pool_params(num_dims: int, params: Any) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    kernel, stride, padding, dilation, ceil = params
-    kernel = _each(kernel, num_dims)
-    stride = _each(stride, num_dims) if stride else kernel
-    return kernel, stride, _each(padding, num_dims), _each(dilation, num_dims), ceil
-
-
-@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d")
-def max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, *params = bound(op, args, kwargs)
-    num_dims = int(op._schema.name.split("pool")[1][0])
-    if not is_cut(input) or input.dim() != num_dims + 2:
-        return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _any)
-    cut = cut_of(mesh, placements, input.shape)
-    assert cut is not None
-    mark(mesh, cut.axes)
-    pool = _max_pool_params(num_dims, params)
-    output, indices = ops.max_pool(local, *pool, cut.dims, cut.extents, cut.groups)
-    shape = pooled_shape(input.shape, *pool)
-    output = wrap(output, mesh, placements, shape)
-    return output if num_dims == 1 else (output, wrap(indices, mesh, placements, shape))
-
-
-@rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
-def max_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad_output, input, *params, indices = bound(op, args, kwargs)
-    num_dims = int(op._schema.name.split("pool")[1][0])
-    if not is_cut(input) or input.dim() != num_dims + 2:
-        return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _any)
-    cut = cut_of(mesh, placements, input.shape)
-    assert cut is not None
-    grad_input = ops.max_pool_backward(
-        local_as(grad_output, mesh, placements),
-        local_as(indices, mesh, placements),
-        local.shape,
-        *_max_pool_params(num_dims, params),
-        cut.dims,
-        cut.extents,
-        cut.groups,
-    )
-    return wrap(grad_input, mesh, placements, input.shape)
-
-
 def _avg_pool_params(num_dims: int, params: Any) -> tuple[Any, ...]:
     kernel, stride, padding, *others = params
-    kernel = _each(kernel, num_dims)
-    return kernel, _each(stride, num_dims) if stride else kernel, _each(padding, num_dims), *others
+    kernel = each(kernel, num_dims)
+    return kernel, each(stride, num_dims) if stride else kernel, each(padding, num_dims), *others
 
 
 @rule("avg_pool2d", "avg_pool3d")
@@ -96,7 +53,7 @@ def avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     num_dims = int(op._schema.name[-2])
     if not is_cut(input) or input.dim() != num_dims + 2:
         return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _any)
+    local, mesh, placements = arrange(op, input, any_dim)
     cut = cut_of(mesh, placements, input.shape)
     assert cut is not None
     mark(mesh, cut.axes)
@@ -112,7 +69,7 @@ def avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     num_dims = 2 if "2d" in op._schema.name else 3
     if not is_cut(input) or input.dim() != num_dims + 2:
         return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _any)
+    local, mesh, placements = arrange(op, input, any_dim)
     cut = cut_of(mesh, placements, input.shape)
     assert cut is not None
     pool = _avg_pool_params(num_dims, params)
@@ -159,7 +116,7 @@ def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     input, sizes = bound(op, args, kwargs)
     if not is_cut(input):
         return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _any)
+    local, mesh, placements = arrange(op, input, any_dim)
     cut = cut_of(mesh, placements, input.shape)
     assert cut is not None
     mark(mesh, cut.axes)
@@ -175,7 +132,7 @@ def adaptive_avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, 
     grad_output, input = bound(op, args, kwargs)
     if not is_cut(input):
         return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _any)
+    local, mesh, placements = arrange(op, input, any_dim)
     sizes = list(grad_output.shape[2:])
     kept = tuple(Replicate() if plain_shard(p) and p.dim >= 2 else p for p in placements)
     matrices = _averaging(input, local, sizes, mesh, placements)
