@@ -31,6 +31,15 @@ CASES = {
         IMAGE,
     ),
     "adaptive_seven": (lambda x: F.adaptive_avg_pool2d(x, (7, 3)).flatten(1).sin(), IMAGE),
+    "adaptive_max": (lambda x: F.adaptive_max_pool2d(x, (4, 3)).sin(), IMAGE),
+    "adaptive_max_one": (lambda x: F.adaptive_max_pool2d(x, 1) * x, IMAGE),
+    "adaptive_max_more": (lambda x: F.adaptive_max_pool2d(x, (13, 5)).square(), IMAGE),
+    "adaptive_max_channels_last": (
+        lambda x: F.adaptive_max_pool2d(x.contiguous(memory_format=torch.channels_last), (2, 4)),
+        IMAGE,
+    ),
+    "adaptive_max_ties": (lambda x: F.adaptive_max_pool2d(x.round().clamp(-1, 1), (3, 2)).sin(), IMAGE),
+    "adaptive_max_indices": (lambda x: F.adaptive_max_pool2d(x.detach().round(), (3, 2), True)[1], IMAGE),
     "nearest": (lambda x: F.interpolate(x, scale_factor=2).sin(), IMAGE),
     "nearest_exact": (lambda x: F.interpolate(x, size=(5, 17), mode="nearest-exact"), IMAGE),
     "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").sin(), IMAGE),
@@ -41,7 +50,15 @@ CASES = {
     "circular": (lambda x: F.pad(x, (3, 2, 1, 4), mode="circular").sin(), IMAGE),
     "adaptive_more": (lambda x: F.adaptive_avg_pool2d(x, (13, 5)), IMAGE),
 }
-ONCE = {"lp"}  # autograd's own second derivative gathers
+# autograd's own second derivative gathers
+ONCE = {
+    "lp",
+    "adaptive_max",
+    "adaptive_max_one",
+    "adaptive_max_more",
+    "adaptive_max_channels_last",
+    "adaptive_max_ties",
+}
 
 
 def run_case(name, mesh, kwargs):
@@ -63,10 +80,12 @@ def run_one_and_three_dims():
     line, box = torch.randn(2, 3, 11).double(), torch.randn(1, 2, 7, 6, 9).double()
     check(lambda x: F.max_pool1d(x, 3, 2, 1).square(), ((2,), (2,)), [line])
     check(lambda x: F.max_pool1d(x.detach(), 3, 2, 1), ((2,), (2,)), [line])
+    check(lambda x: F.adaptive_max_pool1d(x, 4).sin(), ((2,), (2,)), [line], double=False)
     check(lambda x: F.avg_pool1d(x, 3, 2, 1), ((2,), (2,)), [line])
     check(lambda x: F.adaptive_avg_pool1d(x, 4), ((2,), (2,)), [line])
     for dim in (2, 4):
         check(lambda x: F.max_pool3d(x, 3, 2, 1).square(), ((2,), (dim,)), [box])
+        check(lambda x: F.adaptive_max_pool3d(x, (3, 2, 4)).sin(), ((2,), (dim,)), [box], double=False)
         check(lambda x: F.avg_pool3d(x, 3, 2, 1), ((2,), (dim,)), [box])
         check(lambda x: F.adaptive_avg_pool3d(x, (3, 2, 4)), ((2,), (dim,)), [box])
 
@@ -79,7 +98,7 @@ def run_second_derivative():
     torch.manual_seed(0)
     with_indices = lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)[0].square()  # noqa: E731
     check(with_indices, ((2,), (3,)), [torch.randn(IMAGE).double()], gathers=True)
-    check(lambda x: F.adaptive_max_pool2d(x, 3), ((2,), (3,)), [torch.randn(IMAGE).double()], gathers=True)
+    check(lambda x: F.adaptive_max_pool2d(x, 3).square(), ((2,), (3,)), [torch.randn(IMAGE).double()], gathers=True)
 
 
 def test_gathering_pools_match_reference():

@@ -1,6 +1,7 @@
 """Rules that make DTensors cut on spatial dims right in every model; importing this installs them."""
 
 from torchtp.dtensor import (  # noqa: F401  (enter their rows)
+    adaptive_max_pool,
     convolution,
     fallback,
     interpolate,
