@@ -3,14 +3,10 @@
 #include <torch/library.h>
 
 #include "spatial/avg_pool.h"
-#include "spatial/op.h"
+#include "spatial/linear_op.h"
 
 namespace torchtp::spatial {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
 
 PoolParams make_params(at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding, bool ceil_mode) {
   return {kernel_size.vec(), stride.vec(), padding.vec(), {1}, ceil_mode};
@@ -47,66 +43,33 @@ at::Tensor avg_pool_backward_meta(const at::Tensor& grad_output, at::IntArrayRef
   return at::empty(input_sizes, grad_output.options(), grad_output.suggest_memory_format());
 }
 
-// kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, cut_dims, cut_extents, cut_groups.
-using Args = std::tuple<Ints, Ints, Ints, bool, bool, std::optional<int64_t>, Ints, Ints, Groups>;
-
-at::Tensor call_forward(const at::Tensor& input, const Args& args) {
-  static const auto op = typed_op("torchtp::avg_pool", &avg_pool_kernel);
-  return call_with(op, args, input);
-}
-
-at::Tensor call_backward(const at::Tensor& grad_output, const Ints& sizes, const Args& args) {
-  static const auto op = typed_op("torchtp::avg_pool_backward", &avg_pool_backward_kernel);
-  return call_with(op, args, grad_output, sizes);
-}
-
-class AvgPoolFunction : public torch::autograd::Function<AvgPoolFunction> {
- public:
-  static Variable forward(AutogradContext* ctx, const Variable& input, const Args& args) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    save_args(ctx, args);
-    ctx->saved_data["sizes"] = input.sizes().vec();
-    return call_forward(input, args);
+struct AvgPool {
+  // kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override, cut_dims, cut_extents, cut_groups.
+  using Args = std::tuple<Ints, Ints, Ints, bool, bool, std::optional<int64_t>, Ints, Ints, Groups>;
+  static const auto& forward() {
+    static const auto op = typed_op("torchtp::avg_pool", &avg_pool_kernel);
+    return op;
   }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call_backward(grads[0], ctx->saved_data["sizes"].toIntVector(), load_args<Args>(ctx)), {}};
+  static const auto& backward() {
+    static const auto op = typed_op("torchtp::avg_pool_backward", &avg_pool_backward_kernel);
+    return op;
   }
 };
-
-class AvgPoolBackwardFunction : public torch::autograd::Function<AvgPoolBackwardFunction> {
- public:
-  static Variable forward(AutogradContext* ctx, const Variable& grad_output, const Ints& sizes, const Args& args) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    save_args(ctx, args);
-    return call_backward(grad_output, sizes, args);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call_forward(grads[0], load_args<Args>(ctx)), {}, {}};
-  }
-};
-
-Args make_args(at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding, bool ceil_mode,
-               bool count_include_pad, std::optional<int64_t> divisor_override, at::IntArrayRef cut_dims,
-               at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  return {kernel_size.vec(), stride.vec(),   padding.vec(),     ceil_mode, count_include_pad,
-          divisor_override,  cut_dims.vec(), cut_extents.vec(), cut_groups};
-}
 
 at::Tensor avg_pool_autograd(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                              at::IntArrayRef padding, bool ceil_mode, bool count_include_pad,
                              std::optional<int64_t> divisor_override, at::IntArrayRef cut_dims,
                              at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  return AvgPoolFunction::apply(input, make_args(kernel_size, stride, padding, ceil_mode, count_include_pad,
-                                                 divisor_override, cut_dims, cut_extents, cut_groups));
+  return linear_autograd<AvgPool>(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override,
+                                  cut_dims, cut_extents, cut_groups);
 }
 
 at::Tensor avg_pool_backward_autograd(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
                                       at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding,
                                       bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor_override,
                                       at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  return AvgPoolBackwardFunction::apply(grad_output, input_sizes.vec(),
-                                        make_args(kernel_size, stride, padding, ceil_mode, count_include_pad,
-                                                  divisor_override, cut_dims, cut_extents, cut_groups));
+  return linear_backward_autograd<AvgPool>(grad_output, input_sizes, kernel_size, stride, padding, ceil_mode,
+                                           count_include_pad, divisor_override, cut_dims, cut_extents, cut_groups);
 }
 
 void register_kernels(torch::Library& m) {

@@ -4,8 +4,7 @@
 #include <torch/library.h>
 
 #include "spatial/layer_norm_channels_first.h"
-#include "spatial/norm.h"
-#include "spatial/op.h"
+#include "spatial/norm_op.h"
 
 namespace torchtp::spatial {
 namespace {
@@ -13,8 +12,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
-using Optional = std::optional<at::Tensor>;
-using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 Three layer_norm_channels_first_kernel(const at::Tensor& input, const Optional& weight, const Optional& bias,
                                        double eps) {
@@ -37,68 +34,56 @@ Three layer_norm_channels_first_meta(const at::Tensor& input, const Optional&, c
 
 Three layer_norm_channels_first_backward_meta(const at::Tensor&, const at::Tensor& input, const Optional& weight,
                                               const at::Tensor&, const at::Tensor&, std::array<bool, 3> output_mask) {
-  const auto options = input.options().dtype(weight ? weight->scalar_type() : statistics_type(input.scalar_type()));
-  at::Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) {
-    grad_input = at::empty_symint(input.sym_sizes(), input.options(), input.suggest_memory_format());
-  }
-  if (output_mask[1]) grad_weight = at::empty_symint({input.sym_size(1)}, options);
-  if (output_mask[2]) grad_bias = at::empty_symint({input.sym_size(1)}, options);
-  return {grad_input, grad_weight, grad_bias};
+  return norm_backward_meta(input, weight, output_mask);
 }
 
-Three call_backward(const at::Tensor& grad_output, const at::Tensor& input, const Optional& weight,
-                    const at::Tensor& mean, const at::Tensor& rstd, std::array<bool, 3> mask) {
-  static const auto op =
-      typed_op("torchtp::layer_norm_channels_first_backward", &layer_norm_channels_first_backward_kernel);
-  return op.call(grad_output, input, weight, mean, rstd, mask);
+const auto& forward_op() {
+  static const auto op = typed_op("torchtp::layer_norm_channels_first", &layer_norm_channels_first_kernel);
+  return op;
 }
+
+struct LayerNorm {
+  using Args = std::tuple<>;
+  static constexpr const char* name = "layer_norm_channels_first";
+  // Constants: mean, rstd.
+  static Three backward(const at::Tensor& grad_output, const at::Tensor& input, const Optional& weight,
+                        const variable_list& constants, const std::array<bool, 3>& mask, const Args&) {
+    static const auto op =
+        typed_op("torchtp::layer_norm_channels_first_backward", &layer_norm_channels_first_backward_kernel);
+    return op.call(grad_output, input, weight, constants[0], constants[1], mask);
+  }
+  static std::array<at::Tensor, 3> double_backward(const std::array<at::Tensor, 3>& cotangents,
+                                                   const at::Tensor& grad_output, const at::Tensor& input,
+                                                   const Optional& weight, const variable_list& constants,
+                                                   const Args&) {
+    return layer_norm_channels_first_double_backward(cotangents, grad_output, input, weight, constants[0],
+                                                     constants[1]);
+  }
+};
 
 class LayerNormChannelsFirstFunction : public torch::autograd::Function<LayerNormChannelsFirstFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Variable& input, const Optional& weight,
                                const Optional& bias, double eps) {
-    static const auto op = typed_op("torchtp::layer_norm_channels_first", &layer_norm_channels_first_kernel);
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [output, mean, rstd] = op.call(input, weight, bias, eps);
+    auto [output, mean, rstd] = forward_op().call(input, weight, bias, eps);
     ctx->save_for_backward({input, or_undefined(weight), mean, rstd});
-    save_affine(ctx, weight, bias);
+    save_args(ctx, affine_of(weight, bias));
     ctx->mark_non_differentiable({mean, rstd});
     return {output, mean, rstd};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    auto [dx, dw, db] = call_backward(grads[0], saved[0], or_nothing(saved[1]), saved[2], saved[3], affine_mask(ctx));
+    const auto [affine] = load_args<Affine>(ctx);
+    auto [dx, dw, db] = LayerNorm::backward(grads[0], saved[0], or_nothing(saved[1]), {saved[2], saved[3]},
+                                            affine_mask(ctx, affine), {});
     return {dx, dw, db, {}};
-  }
-};
-
-class LayerNormChannelsFirstBackwardFunction
-    : public torch::autograd::Function<LayerNormChannelsFirstBackwardFunction> {
- public:
-  static variable_list forward(AutogradContext* ctx, const Variable& grad_output, const Variable& input,
-                               const Optional& weight, const Variable& mean, const Variable& rstd,
-                               std::array<bool, 3> mask) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({grad_output, input, or_undefined(weight), mean, rstd});
-    ctx->set_materialize_grads(false);
-    return masked_outputs(ctx, call_backward(grad_output, input, weight, mean, rstd, mask), mask);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list s = ctx->get_saved_variables();
-    std::array<at::Tensor, 3> out;
-    {
-      at::NoGradGuard no_grad;
-      out = layer_norm_channels_first_double_backward(cotangents(ctx, grads), s[0], s[1], or_nothing(s[2]), s[3], s[4]);
-    }
-    variable_list all(6);
-    std::copy(out.begin(), out.end(), all.begin());
-    return last_derivative("layer_norm_channels_first", all);
   }
 };
 
 Three layer_norm_channels_first_autograd(const at::Tensor& input, const Optional& weight, const Optional& bias,
                                          double eps) {
+  if (!needs_graph(input, weight, bias)) return call_below(forward_op(), input, weight, bias, eps);
   auto out = LayerNormChannelsFirstFunction::apply(input, weight, bias, eps);
   return {out[0], out[1], out[2]};
 }
@@ -106,9 +91,7 @@ Three layer_norm_channels_first_autograd(const at::Tensor& input, const Optional
 Three layer_norm_channels_first_backward_autograd(const at::Tensor& grad_output, const at::Tensor& input,
                                                   const Optional& weight, const at::Tensor& mean,
                                                   const at::Tensor& rstd, std::array<bool, 3> output_mask) {
-  const auto all = unmask(
-      LayerNormChannelsFirstBackwardFunction::apply(grad_output, input, weight, mean, rstd, output_mask), output_mask);
-  return {all[0], all[1], all[2]};
+  return norm_backward_autograd<LayerNorm>(grad_output, input, weight, {mean, rstd}, output_mask, {});
 }
 
 void register_kernels(torch::Library& m) {

@@ -64,33 +64,34 @@ at::Tensor max_pool_gather_meta(const at::Tensor& input, const at::Tensor& indic
 // kernel_size, stride, padding, dilation, ceil_mode, cut_dims, cut_extents, cut_groups.
 using Args = std::tuple<Ints, Ints, Ints, Ints, bool, Ints, Ints, Groups>;
 
-at::Tensor call_backward(const at::Tensor& grad_output, const at::Tensor& indices, const Ints& sizes,
-                         const Args& args) {
-  static const auto op = typed_op("torchtp::max_pool_backward", &max_pool_backward_kernel);
-  return call_with(op, args, grad_output, indices, sizes);
+const auto& forward_op() {
+  static const auto op = typed_op("torchtp::max_pool", &max_pool_kernel);
+  return op;
 }
 
-at::Tensor call_gather(const at::Tensor& input, const at::Tensor& indices, const Args& args) {
+const auto& backward_op() {
+  static const auto op = typed_op("torchtp::max_pool_backward", &max_pool_backward_kernel);
+  return op;
+}
+
+const auto& gather_op() {
   static const auto op = typed_op("torchtp::max_pool_gather", &max_pool_gather_kernel);
-  return call_with(op, args, input, indices);
+  return op;
 }
 
 class MaxPoolFunction : public torch::autograd::Function<MaxPoolFunction> {
  public:
   static variable_list forward(AutogradContext* ctx, const Variable& input, const Args& args) {
-    static const auto op = typed_op("torchtp::max_pool", &max_pool_kernel);
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [output, indices] = call_with(op, args, input);
-    save_args(ctx, args);
-    ctx->saved_data["sizes"] = input.sizes().vec();
+    auto [output, indices] = call_with(forward_op(), args, input);
+    save_args(ctx, args, input.sizes().vec());
     ctx->save_for_backward({indices});
     ctx->mark_non_differentiable({indices});
     return {output, indices};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call_backward(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["sizes"].toIntVector(),
-                          load_args<Args>(ctx)),
-            {}};
+    const auto [args, sizes] = load_args<Args, Ints>(ctx);
+    return {call_with(backward_op(), args, grads[0], ctx->get_saved_variables()[0], sizes), {}};
   }
 };
 
@@ -101,10 +102,11 @@ class MaxPoolBackwardFunction : public torch::autograd::Function<MaxPoolBackward
     at::AutoDispatchBelowADInplaceOrView below;
     save_args(ctx, args);
     ctx->save_for_backward({indices});
-    return call_backward(grad_output, indices, sizes, args);
+    return call_with(backward_op(), args, grad_output, indices, sizes);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call_gather(grads[0], ctx->get_saved_variables()[0], load_args<Args>(ctx)), {}, {}, {}};
+    const auto [args] = load_args<Args>(ctx);
+    return {call_with(gather_op(), args, grads[0], ctx->get_saved_variables()[0]), {}, {}, {}};
   }
 };
 
@@ -112,16 +114,13 @@ class MaxPoolGatherFunction : public torch::autograd::Function<MaxPoolGatherFunc
  public:
   static Variable forward(AutogradContext* ctx, const Variable& input, const Variable& indices, const Args& args) {
     at::AutoDispatchBelowADInplaceOrView below;
-    save_args(ctx, args);
-    ctx->saved_data["sizes"] = input.sizes().vec();
+    save_args(ctx, args, input.sizes().vec());
     ctx->save_for_backward({indices});
-    return call_gather(input, indices, args);
+    return call_with(gather_op(), args, input, indices);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call_backward(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["sizes"].toIntVector(),
-                          load_args<Args>(ctx)),
-            {},
-            {}};
+    const auto [args, sizes] = load_args<Args, Ints>(ctx);
+    return {call_with(backward_op(), args, grads[0], ctx->get_saved_variables()[0], sizes), {}, {}};
   }
 };
 
@@ -135,6 +134,9 @@ std::tuple<at::Tensor, at::Tensor> max_pool_autograd(const at::Tensor& input, at
                                                      at::IntArrayRef stride, at::IntArrayRef padding,
                                                      at::IntArrayRef dilation, bool ceil_mode, at::IntArrayRef cut_dims,
                                                      at::IntArrayRef cut_extents, const Groups& cut_groups) {
+  if (!needs_graph(input))
+    return call_below(forward_op(), input, kernel_size, stride, padding, dilation, ceil_mode, cut_dims, cut_extents,
+                      cut_groups);
   auto out = MaxPoolFunction::apply(
       input, make_args(kernel_size, stride, padding, dilation, ceil_mode, cut_dims, cut_extents, cut_groups));
   return {out[0], out[1]};
@@ -144,6 +146,9 @@ at::Tensor max_pool_backward_autograd(const at::Tensor& grad_output, const at::T
                                       at::IntArrayRef input_sizes, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                                       at::IntArrayRef padding, at::IntArrayRef dilation, bool ceil_mode,
                                       at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
+  if (!needs_graph(grad_output))
+    return call_below(backward_op(), grad_output, indices, input_sizes, kernel_size, stride, padding, dilation,
+                      ceil_mode, cut_dims, cut_extents, cut_groups);
   return MaxPoolBackwardFunction::apply(
       grad_output, indices, input_sizes.vec(),
       make_args(kernel_size, stride, padding, dilation, ceil_mode, cut_dims, cut_extents, cut_groups));
@@ -153,6 +158,9 @@ at::Tensor max_pool_gather_autograd(const at::Tensor& input, const at::Tensor& i
                                     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                                     bool ceil_mode, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                     const Groups& cut_groups) {
+  if (!needs_graph(input))
+    return call_below(gather_op(), input, indices, kernel_size, stride, padding, dilation, ceil_mode, cut_dims,
+                      cut_extents, cut_groups);
   return MaxPoolGatherFunction::apply(
       input, indices, make_args(kernel_size, stride, padding, dilation, ceil_mode, cut_dims, cut_extents, cut_groups));
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <ATen/core/List.h>
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -12,12 +12,11 @@
 #include <utility>
 #include <vector>
 
-// What the files <op>_op.cpp share: how an op calls another one through the dispatcher, and how an autograd node keeps
-// the op's arguments that are not tensors.
-namespace torchtp::spatial {
+#include "spatial/saved_args.h"
 
-using Ints = std::vector<int64_t>;
-using Groups = c10::List<std::string>;
+// What the files <op>_op.cpp share: how an op calls another one through the dispatcher, and what its autograd nodes do
+// alike.
+namespace torchtp::spatial {
 
 // The dispatcher op "torchtp::..." with the signature of `kernel`; keep it in a static.
 template <typename Kernel>
@@ -25,15 +24,24 @@ auto typed_op(const char* name, Kernel*) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Kernel>();
 }
 
-// Arguments of a call beside its tensors, as a tuple of values that own their memory.
-template <typename... Args>
-void save_args(torch::autograd::AutogradContext* ctx, const std::tuple<Args...>& args) {
-  ctx->saved_data["args"] = c10::IValue(args);
+inline bool needs_graph_of(const at::Tensor& tensor) {
+  return tensor.defined() &&
+         ((at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined());
+}
+inline bool needs_graph_of(const std::optional<at::Tensor>& tensor) { return tensor && needs_graph_of(*tensor); }
+
+// Whether a call with these tensors has to go through its autograd Function, which else would only cost. The Function
+// is also what tells the users of forward derivatives and functorch that there is no rule.
+template <typename... Tensors>
+bool needs_graph(const Tensors&... tensors) {
+  return (needs_graph_of(tensors) || ...) || at::functorch::functorchTLSAccessor() != nullptr;
 }
 
-template <typename Tuple>
-Tuple load_args(torch::autograd::AutogradContext* ctx) {
-  return ctx->saved_data["args"].to<Tuple>();
+// The op's own kernel.
+template <typename Op, typename... Args>
+auto call_below(const Op& op, const Args&... args) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  return op.call(args...);
 }
 
 // op.call(first..., the elements of args...).
@@ -47,37 +55,32 @@ inline std::optional<at::Tensor> or_nothing(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
+// Whether there are a weight and a bias.
+using Affine = std::tuple<bool, bool>;
+inline Affine affine_of(const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias) {
+  return {or_undefined(weight).defined(), or_undefined(bias).defined()};
+}
+
 // Which of (input, weight, bias) want a gradient, for a Function whose first arguments they are. Autograd counts only
 // the tensors that are there.
-inline void save_affine(torch::autograd::AutogradContext* ctx, const std::optional<at::Tensor>& weight,
-                        const std::optional<at::Tensor>& bias) {
-  ctx->saved_data["has_weight"] = or_undefined(weight).defined();
-  ctx->saved_data["has_bias"] = or_undefined(bias).defined();
-}
-inline std::array<bool, 3> affine_mask(torch::autograd::AutogradContext* ctx) {
-  const bool has_weight = ctx->saved_data["has_weight"].toBool(), has_bias = ctx->saved_data["has_bias"].toBool();
+inline std::array<bool, 3> affine_mask(torch::autograd::AutogradContext* ctx, const Affine& affine) {
+  const auto [has_weight, has_bias] = affine;
   return {ctx->needs_input_grad(0), has_weight && ctx->needs_input_grad(1),
           has_bias && ctx->needs_input_grad(has_weight ? 2 : 1)};
 }
 
 // An autograd Function can't return undefined tensors: of (dx, dw, db) what the mask leaves out is not among the
 // outputs.
-inline torch::autograd::variable_list masked_outputs(torch::autograd::AutogradContext* ctx,
-                                                     const std::tuple<at::Tensor, at::Tensor, at::Tensor>& gradients,
-                                                     const std::array<bool, 3>& mask) {
-  const std::array<at::Tensor, 3> all{std::get<0>(gradients), std::get<1>(gradients), std::get<2>(gradients)};
+inline torch::autograd::variable_list masked(const std::tuple<at::Tensor, at::Tensor, at::Tensor>& gradients,
+                                             const std::array<bool, 3>& mask) {
   torch::autograd::variable_list outputs;
-  Ints places(3, -1);
-  for (size_t i = 0; i < all.size(); ++i) {
-    if (!mask[i]) continue;
-    places[i] = static_cast<int64_t>(outputs.size());
-    outputs.push_back(all[i]);
-  }
-  ctx->saved_data["places"] = places;
+  if (mask[0]) outputs.push_back(std::get<0>(gradients));
+  if (mask[1]) outputs.push_back(std::get<1>(gradients));
+  if (mask[2]) outputs.push_back(std::get<2>(gradients));
   return outputs;
 }
 
-// The three of them again, undefined where there is none: of outputs by the mask, of cotangents by what was saved.
+// The three of them again, of such outputs or of their cotangents; undefined where there is none.
 inline std::array<at::Tensor, 3> unmask(const torch::autograd::variable_list& list, const std::array<bool, 3>& mask) {
   std::array<at::Tensor, 3> all;
   size_t next = 0;
@@ -85,11 +88,6 @@ inline std::array<at::Tensor, 3> unmask(const torch::autograd::variable_list& li
     if (mask[i]) all[i] = list[next++];
   }
   return all;
-}
-inline std::array<at::Tensor, 3> cotangents(torch::autograd::AutogradContext* ctx,
-                                            const torch::autograd::variable_list& grads) {
-  const Ints places = ctx->saved_data["places"].toIntVector();
-  return unmask(grads, {places[0] >= 0, places[1] >= 0, places[2] >= 0});
 }
 
 // What a hand-written double backward returns: differentiated once more it raises, where it would silently be constant.

@@ -1,8 +1,8 @@
 // torchtp::pull and its relatives as dispatcher ops: kernels, shapes for fake tensors, autograd (each the other's).
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "spatial/op.h"
 #include "spatial/pull.h"
 
 namespace torchtp::spatial {
@@ -78,76 +78,60 @@ at::Tensor push_add_meta(const at::Tensor& grad, int64_t dim, int64_t extent, at
   return with_rows(grad, dim, cut.own().size());
 }
 
-at::Tensor call_pull(const at::Tensor& input, int64_t dim, int64_t extent, at::IntArrayRef begins, at::IntArrayRef ends,
-                     const std::string& group, double fill) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torchtp::pull", "")
-                             .typed<at::Tensor(const at::Tensor&, int64_t, int64_t, at::IntArrayRef, at::IntArrayRef,
-                                               const std::string&, double)>();
-  return op.call(input, dim, extent, begins, ends, group, fill);
+// dim, extent, begins, ends, group.
+using Args = std::tuple<int64_t, int64_t, Ints, Ints, std::string>;
+
+const auto& pull_op() {
+  static const auto op = typed_op("torchtp::pull", &pull_kernel);
+  return op;
 }
 
-at::Tensor call_push_add(const at::Tensor& grad, int64_t dim, int64_t extent, at::IntArrayRef begins,
-                         at::IntArrayRef ends, const std::string& group) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("torchtp::push_add", "")
-                             .typed<at::Tensor(const at::Tensor&, int64_t, int64_t, at::IntArrayRef, at::IntArrayRef,
-                                               const std::string&)>();
-  return op.call(grad, dim, extent, begins, ends, group);
+const auto& push_add_op() {
+  static const auto op = typed_op("torchtp::push_add", &push_add_kernel);
+  return op;
 }
 
-struct PullArgs {
-  int64_t dim, extent;
-  std::vector<int64_t> begins, ends;
-  std::string group;
-
-  void save(AutogradContext* ctx) const {
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["extent"] = extent;
-    ctx->saved_data["begins"] = begins;
-    ctx->saved_data["ends"] = ends;
-    ctx->saved_data["group"] = group;
-  }
-  static PullArgs load(AutogradContext* ctx) {
-    return {ctx->saved_data["dim"].toInt(), ctx->saved_data["extent"].toInt(), ctx->saved_data["begins"].toIntVector(),
-            ctx->saved_data["ends"].toIntVector(), ctx->saved_data["group"].toStringRef()};
-  }
-};
+at::Tensor call_pull(const at::Tensor& input, const Args& args, double fill) {
+  const auto& [dim, extent, begins, ends, group] = args;
+  return pull_op().call(input, dim, extent, begins, ends, group, fill);
+}
 
 class PullFunction : public torch::autograd::Function<PullFunction> {
  public:
-  static Variable forward(AutogradContext* ctx, const Variable& input, const PullArgs& args, double fill) {
-    args.save(ctx);
+  static Variable forward(AutogradContext* ctx, const Variable& input, const Args& args, double fill) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return call_pull(input, args.dim, args.extent, args.begins, args.ends, args.group, fill);
+    save_args(ctx, args);
+    return call_pull(input, args, fill);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const PullArgs args = PullArgs::load(ctx);
-    return {call_push_add(grads[0], args.dim, args.extent, args.begins, args.ends, args.group), {}, {}};
+    const auto [args] = load_args<Args>(ctx);
+    return {call_with(push_add_op(), args, grads[0]), {}, {}};
   }
 };
 
 class PushAddFunction : public torch::autograd::Function<PushAddFunction> {
  public:
-  static Variable forward(AutogradContext* ctx, const Variable& grad, const PullArgs& args) {
-    args.save(ctx);
+  static Variable forward(AutogradContext* ctx, const Variable& grad, const Args& args) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return call_push_add(grad, args.dim, args.extent, args.begins, args.ends, args.group);
+    save_args(ctx, args);
+    return call_with(push_add_op(), args, grad);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const PullArgs args = PullArgs::load(ctx);
-    return {call_pull(grads[0], args.dim, args.extent, args.begins, args.ends, args.group, 0), {}};
+    const auto [args] = load_args<Args>(ctx);
+    return {call_pull(grads[0], args, 0), {}};
   }
 };
 
 at::Tensor pull_autograd(const at::Tensor& input, int64_t dim, int64_t extent, at::IntArrayRef begins,
                          at::IntArrayRef ends, const std::string& group, double fill) {
-  return PullFunction::apply(input, PullArgs{dim, extent, begins.vec(), ends.vec(), group}, fill);
+  if (!needs_graph(input)) return call_below(pull_op(), input, dim, extent, begins, ends, group, fill);
+  return PullFunction::apply(input, Args{dim, extent, begins.vec(), ends.vec(), group}, fill);
 }
 
 at::Tensor push_add_autograd(const at::Tensor& grad, int64_t dim, int64_t extent, at::IntArrayRef begins,
                              at::IntArrayRef ends, const std::string& group) {
-  return PushAddFunction::apply(grad, PullArgs{dim, extent, begins.vec(), ends.vec(), group});
+  if (!needs_graph(grad)) return call_below(push_add_op(), grad, dim, extent, begins, ends, group);
+  return PushAddFunction::apply(grad, Args{dim, extent, begins.vec(), ends.vec(), group});
 }
 
 void register_kernels(torch::Library& m) {
