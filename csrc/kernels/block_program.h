@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "core/host_device.h"
+
+// A kernel whose threads work together, written so that the CPU can run it too: a program is a struct of plain values
+// with
+//   kThreads       threads of a block, a multiple of 32
+//   kStepPhases    phases that every step runs; kPhases with those that follow once
+//   State          what a thread keeps in registers from phase to phase, zeroed at the start
+//   num_blocks(), shared_bytes(), num_steps(block)
+//   run<phase>(place, step, state, shared)
+// All threads of a block have ended a phase before any begins the next. In a phase they may not read what another one
+// writes: that is all a block has to keep for the CPU, which runs them one after the other, to compute the same.
+//
+// A phase for which `reduces(phase)` is true ends with state.partial combined over teams of `team` threads (a power of
+// two) by `combine(low, high)`, in the same order on both sides. From there on every thread of the team has the result.
+namespace torchtp::kernels {
+
+struct Place {
+  int64_t block;
+  int thread;
+};
+
+inline TORCHTP_HOST_DEVICE constexpr int log2_up(int64_t value) {
+  int log = 0;
+  while ((int64_t{1} << log) < value) ++log;
+  return log;
+}
+
+struct NoState {};
+
+// For programs that reduce nothing.
+struct NoTeams {
+  static constexpr bool reduces(int) { return false; }
+};
+
+template <int kPhase, typename Program>
+void run_phase_on_host(const Program& program, int64_t block, int step, std::vector<typename Program::State>& states,
+                       void* shared) {
+  for (int thread = 0; thread < Program::kThreads; ++thread) {
+    program.template run<kPhase>(Place{block, thread}, step, states[thread], shared);
+  }
+  if constexpr (Program::reduces(kPhase)) {
+    using Partial = std::decay_t<decltype(states[0].partial)>;
+    const int team = program.team;
+    for (int first = 0; first < Program::kThreads; first += team) {
+      std::vector<Partial> mine(team), next(team);
+      for (int i = 0; i < team; ++i) mine[i] = states[first + i].partial;
+      for (int offset = 1; offset < team && offset < 32; offset *= 2) {
+        for (int i = 0; i < team; ++i) next[i] = Program::combine(mine[i & ~offset], mine[i | offset]);
+        std::swap(mine, next);
+      }
+      Partial all = mine[0];
+      for (int warp = 32; warp < team; warp += 32) all = Program::combine(all, mine[warp]);
+      for (int i = 0; i < team; ++i) states[first + i].partial = all;
+    }
+  }
+}
+
+template <int kFirst, typename Program, int... kPhases>
+void run_phases_on_host([[maybe_unused]] const Program& program, [[maybe_unused]] int64_t block,
+                        [[maybe_unused]] int step, [[maybe_unused]] std::vector<typename Program::State>& states,
+                        [[maybe_unused]] void* shared, std::integer_sequence<int, kPhases...>) {
+  (run_phase_on_host<kFirst + kPhases>(program, block, step, states, shared), ...);
+}
+
+// The blocks one after the other, on the CPU.
+template <typename Program>
+void run_on_host(const Program& program) {
+  struct alignas(16) Line {
+    std::byte bytes[16];
+  };
+  const int64_t blocks = program.num_blocks();
+  std::vector<typename Program::State> states(Program::kThreads);
+  for (int64_t block = 0; block < blocks; ++block) {
+    // Of exactly the size that a launch asks for, and never zero, so that sanitizers and tests see a slip.
+    std::vector<Line> shared((program.shared_bytes() + 15) / 16);
+    std::memset(static_cast<void*>(shared.data()), 0xff, shared.size() * sizeof(Line));
+    states.assign(Program::kThreads, typename Program::State{});
+    const int steps = program.num_steps(block);
+    for (int step = 0; step < steps; ++step) {
+      run_phases_on_host<0>(program, block, step, states, shared.data(),
+                            std::make_integer_sequence<int, Program::kStepPhases>());
+    }
+    run_phases_on_host<Program::kStepPhases>(
+        program, block, 0, states, shared.data(),
+        std::make_integer_sequence<int, Program::kPhases - Program::kStepPhases>());
+  }
+}
+
+}  // namespace torchtp::kernels

@@ -1,0 +1,83 @@
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+
+#include "core/interval.h"
+#include "kernels/depthwise_plan.h"
+
+namespace torchtp::kernels {
+namespace {
+
+struct RunOnHost {
+  template <typename Program>
+  void program(const Program& program) const {
+    run_on_host(program);
+  }
+  template <typename Work>
+  void each(const Work& work) const {
+    for (int64_t i = 0; i < work.total(); ++i) work(i);
+  }
+};
+
+// Outputs of an axis that read no halo row; `low` and `high`: there is a halo on that side.
+Interval interior(const DepthwiseAxis& axis, int32_t in_extent, int32_t out_extent, bool low, bool high) {
+  const int64_t first = low ? ceil_div(axis.offset, axis.stride) : 0;
+  const int64_t end = high ? floor_div(in_extent - 1 + axis.offset - axis.reach(), axis.stride) + 1 : out_extent;
+  return intersect({first, end}, {0, out_extent});
+}
+
+// Rows of the gradient of the input that no halo row of the output's gradient takes part in.
+Interval interior_of_grad(const DepthwiseAxis& axis, int32_t in_extent, int32_t out_extent, bool low, bool high) {
+  const int64_t first = low ? axis.reach() - axis.offset : 0;
+  const int64_t end = high ? int64_t{axis.stride} * out_extent - axis.offset : in_extent;
+  return intersect({first, end}, {0, in_extent});
+}
+
+Region region(const Interval& rows, const Interval& columns) {
+  return {static_cast<int32_t>(rows.begin), static_cast<int32_t>(rows.end), static_cast<int32_t>(columns.begin),
+          static_cast<int32_t>(columns.end)};
+}
+
+}  // namespace
+
+std::array<Regions, 2> depthwise_regions(const DepthwiseParams& params, const HaloExtents& in, Part part,
+                                         bool input_grad) {
+  const Interval rows{0, input_grad ? params.in_height : params.out_height};
+  const Interval columns{0, input_grad ? params.in_width : params.out_width};
+  const Regions all{region(rows, columns), {}}, none{};
+  if (part == Part::kAll) return {all, none};
+  const auto& inside = input_grad ? interior_of_grad : interior;
+  const Interval y = inside(params.y, params.in_height, params.out_height, in.rows_above > 0, in.rows_below > 0);
+  Interval x = inside(params.x, params.in_width, params.out_width, in.columns_left > 0, in.columns_right > 0);
+  // Columns go to the border in fours, so that the interior's stores stay aligned.
+  x.begin = (x.begin + 3) / 4 * 4;
+  if (x.end < columns.end) x.end = x.end / 4 * 4;
+  if (y.empty() || x.empty())
+    return part == Part::kInterior ? std::array<Regions, 2>{none, none} : std::array<Regions, 2>{all, none};
+  if (part == Part::kInterior) return {Regions{region(y, x), {}}, none};
+  return {Regions{region({0, y.begin}, columns), region({y.end, rows.end}, columns)},
+          Regions{region(y, {0, x.begin}), region(y, {x.end, columns.end})}};
+}
+
+template <typename T>
+void depthwise_cpu(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
+                   Part part) {
+  run_depthwise(RunOnHost(), in, weight, bias, out, params, part, false);
+}
+
+template <typename T>
+void depthwise_input_grad_cpu(const HaloPlanes<T>& grad_out, const T* weight, T* grad_in, const DepthwiseParams& params,
+                              Part part) {
+  run_depthwise_input_grad(RunOnHost(), grad_out, weight, grad_in, params, part);
+}
+
+#define TORCHTP_DEPTHWISE(T)                                                                               \
+  template void depthwise_cpu(const HaloPlanes<T>&, const T*, const T*, T*, const DepthwiseParams&, Part); \
+  template void depthwise_input_grad_cpu(const HaloPlanes<T>&, const T*, T*, const DepthwiseParams&, Part);
+TORCHTP_DEPTHWISE(float)
+TORCHTP_DEPTHWISE(c10::BFloat16)
+TORCHTP_DEPTHWISE(c10::Half)
+#undef TORCHTP_DEPTHWISE
+
+}  // namespace torchtp::kernels

@@ -1,0 +1,48 @@
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "kernels/block_program_cuda.h"
+#include "kernels/depthwise_cuda.h"
+#include "kernels/depthwise_plan.h"
+
+namespace torchtp::kernels {
+namespace {
+
+struct RunOnDevice {
+  cudaStream_t stream;
+
+  template <typename Program>
+  void program(const Program& program) const {
+    launch_program("depthwise", program, stream);
+  }
+  template <typename Work>
+  void each(const Work& work) const {
+    launch_each("depthwise", work, work.total(), stream);
+  }
+};
+
+}  // namespace
+
+template <typename T>
+void launch_depthwise(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
+                      Part part, cudaStream_t stream) {
+  run_depthwise(RunOnDevice{stream}, in, weight, bias, out, params, part, false);
+}
+
+template <typename T>
+void launch_depthwise_input_grad(const HaloPlanes<T>& grad_out, const T* weight, T* grad_in,
+                                 const DepthwiseParams& params, Part part, cudaStream_t stream) {
+  run_depthwise_input_grad(RunOnDevice{stream}, grad_out, weight, grad_in, params, part);
+}
+
+#define TORCHTP_DEPTHWISE(T)                                                                                  \
+  template void launch_depthwise(const HaloPlanes<T>&, const T*, const T*, T*, const DepthwiseParams&, Part,  \
+                                 cudaStream_t);                                                               \
+  template void launch_depthwise_input_grad(const HaloPlanes<T>&, const T*, T*, const DepthwiseParams&, Part, \
+                                            cudaStream_t);
+TORCHTP_DEPTHWISE(float)
+TORCHTP_DEPTHWISE(c10::BFloat16)
+TORCHTP_DEPTHWISE(c10::Half)
+#undef TORCHTP_DEPTHWISE
+
+}  // namespace torchtp::kernels

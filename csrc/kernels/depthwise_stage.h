@@ -1,0 +1,166 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/block_program.h"
+#include "kernels/halo_planes.h"
+
+// How a block of a depthwise convolution brings its tile of the input, with whatever halo it meets, into shared memory
+// as float. Four neighbours along the innermost dim go by one load where they lie side by side in own memory.
+namespace torchtp::kernels {
+
+constexpr int kLanes = 32;  // channels of a block where channels come last: a warp reads neighbours in memory
+
+template <typename T>
+bool loads_four(const T* pointer, int64_t innermost) {
+  return innermost % 4 == 0 && reinterpret_cast<uintptr_t>(pointer) % (4 * sizeof(T)) == 0;
+}
+
+// A tile in shared memory: planes of `rows` x `columns`, rows `pitch` apart; or interleaved, [rows][columns][kLanes].
+struct StageShape {
+  int32_t planes, rows, columns, pitch;
+  int32_t log_row_threads;  // of the threads that copy a row together
+  bool fours;               // loads_four
+
+  TORCHTP_HOST_DEVICE int32_t planar_floats() const { return planes * rows * pitch; }
+  TORCHTP_HOST_DEVICE int32_t interleaved_floats() const { return rows * columns * kLanes; }
+};
+
+inline TORCHTP_HOST_DEVICE int32_t round_to_fours(int32_t value) { return (value + 3) / 4 * 4; }
+
+inline StageShape stage_shape(int32_t planes, int32_t rows, int32_t columns, int32_t pitch, bool fours) {
+  const int log = log2_up((columns + 6) / 4);
+  return {planes, rows, columns, pitch, log < 5 ? log : 5, fours};
+}
+
+// Channels first: planes [first_plane, first_plane + planes) of num_planes, from input row y0 and column x0 on.
+template <int kThreads, typename T>
+TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                      int64_t num_planes, int32_t y0, int32_t x0, int thread, float* tile) {
+  const int32_t shift = x0 & 3, start = x0 - shift, row_threads = 1 << shape.log_row_threads;
+  for (int32_t row = thread >> shape.log_row_threads; row < shape.planes * shape.rows;
+       row += kThreads >> shape.log_row_threads) {
+    const int32_t q = row / shape.rows, y = y0 + row - q * shape.rows;
+    const int64_t plane = first_plane + q;
+    const bool there = plane < num_planes;
+    for (int32_t v = 4 * (thread & (row_threads - 1)); v < shift + shape.columns; v += 4 * row_threads) {
+      const int32_t x = start + v;
+      float four[4] = {0, 0, 0, 0};
+      if (shape.fours && there && y >= 0 && y < in.height && x >= 0 && x + 4 <= in.width) {
+        const auto pack = *reinterpret_cast<const Pack<T, 4>*>(in.own + in.template own_index<false>(plane, 0, y, x));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = static_cast<float>(pack.values[i]);
+      } else if (there) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = in.template at<false>(plane, 0, y, x + i);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int32_t column = v + i - shift;
+        if (column >= 0 && column < shape.columns) tile[row * shape.pitch + column] = four[i];
+      }
+    }
+  }
+}
+
+// Channels last, [rows][columns][kLanes]: channels from c0 on of batch n.
+template <int kThreads, typename T>
+TORCHTP_HOST_DEVICE void stage_interleaved(const HaloPlanes<T>& in, const StageShape& shape, int64_t n, int32_t c0,
+                                           int32_t y0, int32_t x0, int thread, float* tile) {
+  constexpr int kFours = kLanes / 4;
+  const int32_t q = thread % kFours * 4, c = c0 + q;
+  for (int32_t pixel = thread / kFours; pixel < shape.rows * shape.columns; pixel += kThreads / kFours) {
+    const int32_t row = pixel / shape.columns, y = y0 + row, x = x0 + pixel - row * shape.columns;
+    Pack<float, 4> four{};
+    if (shape.fours && c < in.channels && y >= 0 && y < in.height && x >= 0 && x < in.width) {
+      const auto pack = *reinterpret_cast<const Pack<T, 4>*>(in.own + in.template own_index<true>(n, c, y, x));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four.values[i] = static_cast<float>(pack.values[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (c + i < in.channels) four.values[i] = in.template at<true>(n, c + i, y, x);
+      }
+    }
+    *reinterpret_cast<Pack<float, 4>*>(tile + pixel * kLanes + q) = four;
+  }
+}
+
+// Channels last, but planar in shared memory: few channels of large tiles.
+template <int kThreads, typename T>
+TORCHTP_HOST_DEVICE void stage_planar_from_last(const HaloPlanes<T>& in, const StageShape& shape, int64_t n, int32_t c0,
+                                                int32_t y0, int32_t x0, int thread, float* tile) {
+  for (int32_t i = thread; i < shape.planes * shape.rows * shape.columns; i += kThreads) {
+    const int32_t pixel = i / shape.planes, q = i - pixel * shape.planes;
+    const int32_t row = pixel / shape.columns, column = pixel - row * shape.columns;
+    const float value = c0 + q < in.channels ? in.template at<true>(n, c0 + q, y0 + row, x0 + column) : 0;
+    tile[(q * shape.rows + row) * shape.pitch + column] = value;
+  }
+}
+
+// A row of kCount values of one thread, from both kinds of tile.
+template <int kCount, bool kInterleaved>
+TORCHTP_HOST_DEVICE void read_row(const float* from, float (&row)[kCount]) {
+  if constexpr (kInterleaved) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) row[i] = from[i * kLanes];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const auto four = *reinterpret_cast<const Pack<float, 4>*>(from + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (i + j < kCount) row[i + j] = four.values[j];
+      }
+    }
+  }
+}
+
+// How the threads of a block share out its outputs: each makes rows_each x columns_each of one plane; 2^log_x threads
+// lie side by side, 2^log_y below each other, 2^log_planes planes.
+struct TileGrid {
+  int log_x, log_y, log_planes;
+  int32_t rows_each, columns_each;
+  Regions regions;
+
+  TORCHTP_HOST_DEVICE int32_t rows() const { return rows_each << log_y; }
+  TORCHTP_HOST_DEVICE int32_t columns() const { return columns_each << log_x; }
+  TORCHTP_HOST_DEVICE int32_t planes() const { return 1 << log_planes; }
+  TORCHTP_HOST_DEVICE int32_t tiles_across(const Region& region) const {
+    return (region.width() + columns() - 1) / columns();
+  }
+  TORCHTP_HOST_DEVICE int32_t tiles(const Region& region) const {
+    return (region.height() + rows() - 1) / rows() * tiles_across(region);
+  }
+  TORCHTP_HOST_DEVICE int32_t tiles() const { return tiles(regions.first) + tiles(regions.second); }
+  // The tile's outputs: y0 and x0 of the tile, y1 and x1 of the region.
+  TORCHTP_HOST_DEVICE Region tile(int32_t index) const {
+    const int32_t in_first = tiles(regions.first);
+    const bool second = index >= in_first;
+    Region region = second ? regions.second : regions.first;
+    const int32_t across = tiles_across(region), here = second ? index - in_first : index;
+    region.y0 += here / across * rows();
+    region.x0 += here % across * columns();
+    return region;
+  }
+};
+
+// log_planes: at least; threads that the plane has no outputs for take further planes if `spreads`.
+inline TileGrid tile_grid(int log_threads, int log_planes, bool spreads, int32_t rows_each, int32_t columns_each,
+                          int log_x_most, const Regions& regions) {
+  const Region& larger = regions.first.area() >= regions.second.area() ? regions.first : regions.second;
+  const int free_threads = log_threads - log_planes;
+  const int across = log2_up((larger.width() + columns_each - 1) / columns_each);
+  const int down = log2_up((larger.height() + rows_each - 1) / rows_each);
+  TileGrid grid{0, 0, log_planes, rows_each, columns_each, regions};
+  grid.log_x = across < log_x_most ? across : log_x_most;
+  if (grid.log_x > free_threads) grid.log_x = free_threads;
+  grid.log_y = free_threads - grid.log_x;
+  if (spreads && grid.log_y > down) {
+    grid.log_planes += grid.log_y - down;
+    grid.log_y = down;
+  }
+  return grid;
+}
+
+}  // namespace torchtp::kernels

@@ -1,0 +1,159 @@
+#include "kernels/depthwise.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "check.h"
+#include "halo_case.h"
+
+using namespace torchtp;
+using kernels::Part;
+using test::DepthwiseCase;
+using test::HaloCase;
+using test::Image;
+
+namespace {
+
+struct Setting {
+  int64_t kernel, stride, padding, dilation;
+  int64_t batches, channels, height, width;
+  int64_t ranks_y, ranks_x;
+};
+
+template <typename T>
+void check_close(const std::vector<T>& found, const std::vector<T>& expected, const std::string& what) {
+  CHECK_EQUAL(found.size(), expected.size());
+  // Everything is a multiple of 1/256 and small: sums are exact in float, whatever their order.
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (!(static_cast<float>(found[i]) == static_cast<float>(expected[i]))) {
+      test::fail(__FILE__, __LINE__,
+                 what + ": element " + std::to_string(i) + " is " + std::to_string(static_cast<float>(found[i])) +
+                     ", expected " + std::to_string(static_cast<float>(expected[i])));
+    }
+  }
+}
+
+template <typename T>
+std::vector<T> poisoned(int64_t count) {
+  return std::vector<T>(count, static_cast<T>(std::numeric_limits<float>::quiet_NaN()));
+}
+
+template <typename T>
+void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image& in, const Image& out,
+                const Image& grad_out, const Image& grad_in, const std::vector<T>& weight, const std::vector<T>& bias,
+                int64_t rank_y, int64_t rank_x, bool channels_last) {
+  const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
+  const Interval out_rows = owned(out.height, s.ranks_y, rank_y), out_columns = owned(out.width, s.ranks_x, rank_x);
+  const auto params = convolution.params(in, in_rows, in_columns, out_rows, out_columns, channels_last);
+  const auto needs = [](const Interval& outputs, const Window& window, int64_t extent) {
+    return intersect(read_by(outputs, window), {0, extent});
+  };
+  const HaloCase<T> x(in, in_rows, in_columns, needs(out_rows, convolution.y, s.height),
+                      needs(out_columns, convolution.x, s.width), channels_last);
+  const auto readers = [](const Interval& inputs, const Window& window, int64_t extent) {
+    return intersect(readers_of(inputs, window), {0, extent});
+  };
+  const HaloCase<T> dy(grad_out, out_rows, out_columns, readers(in_rows, convolution.y, out.height),
+                       readers(in_columns, convolution.x, out.width), channels_last);
+  const auto y_expected = test::cropped<T>(out, out_rows, out_columns, channels_last);
+  const auto dx_expected = test::cropped<T>(grad_in, in_rows, in_columns, channels_last);
+  const std::string name = "kernel " + std::to_string(s.kernel) + ", stride " + std::to_string(s.stride) + ", rank " +
+                           std::to_string(rank_y) + " " + std::to_string(rank_x) +
+                           (channels_last ? ", channels last" : ", channels first");
+
+  auto y = poisoned<T>(y_expected.size()), dx = poisoned<T>(dx_expected.size());
+  kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kAll);
+  check_close(y, y_expected, name + ", forward");
+  kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kAll);
+  check_close(dx, dx_expected, name + ", gradient of the input");
+
+  // The interior before the halos are there: it may not touch them.
+  auto alone = x.planes, grad_alone = dy.planes;
+  for (auto* planes : {&alone, &grad_alone}) planes->above = planes->below = planes->left = planes->right = nullptr;
+  y = poisoned<T>(y.size());
+  dx = poisoned<T>(dx.size());
+  kernels::depthwise_cpu(alone, weight.data(), bias.data(), y.data(), params, Part::kInterior);
+  kernels::depthwise_input_grad_cpu(grad_alone, weight.data(), dx.data(), params, Part::kInterior);
+  kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kBorder);
+  kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kBorder);
+  check_close(y, y_expected, name + ", forward in two parts");
+  check_close(dx, dx_expected, name + ", gradient of the input in two parts");
+}
+
+template <typename T>
+void check(const Setting& s) {
+  const DepthwiseCase convolution{{s.kernel, s.stride, s.padding, s.dilation},
+                                  {s.kernel, s.stride, s.padding, s.dilation}};
+  const Image in = test::random_image(s.batches, s.channels, s.height, s.width, 1);
+  std::vector<double> weight(s.channels * s.kernel * s.kernel), bias(s.channels);
+  test::fill(weight, 2);
+  test::fill(bias, 3);
+  const Image out = convolution.forward(in, weight, bias);
+  const Image grad_out = test::random_image(s.batches, s.channels, out.height, out.width, 4);
+  const Image grad_in = convolution.input_grad(in, grad_out, weight);
+  for (int64_t rank_y = 0; rank_y < s.ranks_y; ++rank_y)
+    for (int64_t rank_x = 0; rank_x < s.ranks_x; ++rank_x)
+      for (bool channels_last : {false, true})
+        check_rank<T>(s, convolution, in, out, grad_out, grad_in, test::converted<T>(weight), test::converted<T>(bias),
+                      rank_y, rank_x, channels_last);
+}
+
+void one_rank() {
+  check<float>({7, 1, 3, 1, 2, 3, 20, 24, 1, 1});
+  check<float>({3, 1, 1, 1, 1, 35, 9, 11, 1, 1});
+  check<float>({5, 1, 2, 1, 1, 4, 17, 70, 1, 1});
+  check<float>({3, 2, 1, 1, 2, 3, 17, 21, 1, 1});
+  check<float>({7, 2, 3, 1, 1, 5, 40, 33, 1, 1});
+  check<float>({5, 2, 2, 1, 1, 3, 12, 13, 1, 1});
+  check<float>({7, 1, 0, 1, 1, 2, 19, 9, 1, 1});
+}
+
+void halos_of_every_side() {
+  check<float>({7, 1, 3, 1, 1, 4, 24, 40, 3, 3});
+  check<float>({3, 1, 1, 1, 2, 3, 10, 30, 2, 3});
+  check<float>({5, 1, 2, 1, 1, 2, 13, 29, 2, 2});
+  check<float>({3, 2, 1, 1, 1, 3, 17, 23, 2, 3});
+  check<float>({7, 2, 3, 1, 1, 3, 31, 30, 2, 2});
+}
+
+void shards_narrower_than_the_kernel_or_empty() {
+  check<float>({7, 1, 3, 1, 1, 3, 5, 9, 4, 4});
+  check<float>({3, 1, 1, 1, 1, 3, 3, 5, 2, 4});
+  check<float>({13, 1, 6, 1, 1, 2, 9, 10, 2, 4});
+}
+
+void wide_kernels() {
+  check<float>({9, 1, 4, 1, 1, 3, 20, 70, 2, 2});
+  check<float>({13, 1, 6, 1, 1, 9, 18, 33, 1, 2});
+  check<float>({31, 1, 15, 1, 1, 2, 16, 20, 2, 2});
+  check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
+}
+
+void dilation_and_other_strides() {
+  check<float>({3, 1, 2, 2, 1, 3, 12, 14, 2, 2});
+  check<float>({7, 1, 9, 3, 1, 2, 20, 22, 2, 2});
+  check<float>({3, 2, 2, 2, 1, 3, 14, 15, 2, 2});
+  check<float>({5, 3, 2, 1, 1, 3, 14, 15, 2, 2});
+}
+
+void half_precision() {
+  check<c10::BFloat16>({3, 1, 1, 1, 1, 8, 16, 24, 2, 2});
+  check<c10::BFloat16>({7, 1, 3, 1, 1, 4, 24, 32, 1, 2});
+  check<c10::Half>({7, 1, 3, 1, 1, 4, 24, 32, 2, 1});
+  check<c10::Half>({9, 1, 4, 1, 1, 4, 16, 24, 1, 2});
+}
+
+}  // namespace
+
+int main() {
+  return test::run({{"one rank", one_rank},
+                    {"halos of every side", halos_of_every_side},
+                    {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
+                    {"wide kernels", wide_kernels},
+                    {"dilation and other strides", dilation_and_other_strides},
+                    {"half precision", half_precision}});
+}

@@ -1,0 +1,171 @@
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "core/interval.h"
+#include "kernels/depthwise.h"
+
+// Whole images, and what one rank holds of them with the halos it has pulled, for tests of kernels.
+namespace torchtp::test {
+
+// [N, C, H, W] in double; the reference computes on it.
+struct Image {
+  int64_t batches, channels, height, width;
+  std::vector<double> values;
+
+  Image(int64_t n, int64_t c, int64_t h, int64_t w)
+      : batches(n), channels(c), height(h), width(w), values(n * c * h * w) {}
+  double& at(int64_t n, int64_t c, int64_t y, int64_t x) {
+    return values[((n * channels + c) * height + y) * width + x];
+  }
+  double at(int64_t n, int64_t c, int64_t y, int64_t x) const {
+    return y < 0 || y >= height || x < 0 || x >= width ? 0 : values[((n * channels + c) * height + y) * width + x];
+  }
+};
+
+// Values that every one of the tested types holds exactly.
+inline void fill(std::vector<double>& values, unsigned seed) {
+  std::mt19937 random(seed);
+  for (double& value : values) value = static_cast<int>(random() % 33) / 16.0 - 1;
+}
+
+inline Image random_image(int64_t n, int64_t c, int64_t h, int64_t w, unsigned seed) {
+  Image image(n, c, h, w);
+  fill(image.values, seed);
+  return image;
+}
+
+template <typename T>
+std::vector<T> converted(const std::vector<double>& values) {
+  std::vector<T> result(values.size());
+  for (size_t i = 0; i < values.size(); ++i) result[i] = static_cast<T>(static_cast<float>(values[i]));
+  return result;
+}
+
+template <typename T>
+std::vector<T> cropped(const Image& image, const Interval& rows, const Interval& columns, bool channels_last) {
+  std::vector<T> out;
+  const auto add = [&](int64_t n, int64_t c, int64_t y, int64_t x) {
+    out.push_back(static_cast<T>(static_cast<float>(image.at(n, c, y, x))));
+  };
+  for (int64_t n = 0; n < image.batches; ++n) {
+    if (channels_last) {
+      for (int64_t y = rows.begin; y < rows.end; ++y)
+        for (int64_t x = columns.begin; x < columns.end; ++x)
+          for (int64_t c = 0; c < image.channels; ++c) add(n, c, y, x);
+    } else {
+      for (int64_t c = 0; c < image.channels; ++c)
+        for (int64_t y = rows.begin; y < rows.end; ++y)
+          for (int64_t x = columns.begin; x < columns.end; ++x) add(n, c, y, x);
+    }
+  }
+  return out;
+}
+
+// Rows `own_rows` and columns `own_columns`, and the halos that make them `rows` and `columns`.
+template <typename T>
+struct HaloCase {
+  std::vector<T> own, above, below, left, right;
+  kernels::HaloPlanes<T> planes;
+
+  HaloCase(const Image& image, const Interval& own_rows, const Interval& own_columns, const Interval& rows,
+           const Interval& columns, bool channels_last) {
+    const Interval up{rows.begin, std::max(rows.begin, own_rows.begin)},
+        down{std::min(own_rows.end, rows.end), rows.end};
+    const Interval before{columns.begin, std::max(columns.begin, own_columns.begin)},
+        after{std::min(own_columns.end, columns.end), columns.end};
+    const Interval all_rows{own_rows.begin - up.size(), own_rows.end + down.size()};
+    own = cropped<T>(image, own_rows, own_columns, channels_last);
+    above = cropped<T>(image, up, own_columns, channels_last);
+    below = cropped<T>(image, down, own_columns, channels_last);
+    left = cropped<T>(image, all_rows, before, channels_last);
+    right = cropped<T>(image, all_rows, after, channels_last);
+    const auto count = [](const Interval& interval) { return static_cast<int32_t>(interval.size()); };
+    planes = {{static_cast<int32_t>(image.channels), count(own_rows), count(own_columns), count(up), count(down),
+               count(before), count(after)},
+              own.data(),
+              above.data(),
+              below.data(),
+              left.data(),
+              right.data()};
+  }
+};
+
+// A depthwise convolution of the whole image, and its gradients.
+struct DepthwiseCase {
+  Window y, x;
+
+  Image forward(const Image& in, const std::vector<double>& weight, const std::vector<double>& bias) const {
+    Image out(in.batches, in.channels, output_extent(y, in.height), output_extent(x, in.width));
+    for_each(out, [&](int64_t n, int64_t c, int64_t oy, int64_t ox) {
+      double sum = bias.empty() ? 0 : bias[c];
+      taps(oy, ox, [&](int64_t tap, int64_t iy, int64_t ix) {
+        sum += in.at(n, c, iy, ix) * weight[c * y.kernel * x.kernel + tap];
+      });
+      out.at(n, c, oy, ox) = sum;
+    });
+    return out;
+  }
+  Image input_grad(const Image& in, const Image& grad_out, const std::vector<double>& weight) const {
+    Image grad(in.batches, in.channels, in.height, in.width);
+    for_each(grad_out, [&](int64_t n, int64_t c, int64_t oy, int64_t ox) {
+      taps(oy, ox, [&](int64_t tap, int64_t iy, int64_t ix) {
+        if (iy < 0 || iy >= in.height || ix < 0 || ix >= in.width) return;
+        grad.at(n, c, iy, ix) += grad_out.at(n, c, oy, ox) * weight[c * y.kernel * x.kernel + tap];
+      });
+    });
+    return grad;
+  }
+  // The products whose input lies in the rows and columns given.
+  std::vector<double> weight_grad(const Image& in, const Image& grad_out, const Interval& rows,
+                                  const Interval& columns) const {
+    std::vector<double> grad(in.channels * y.kernel * x.kernel);
+    for_each(grad_out, [&](int64_t n, int64_t c, int64_t oy, int64_t ox) {
+      taps(oy, ox, [&](int64_t tap, int64_t iy, int64_t ix) {
+        if (iy < rows.begin || iy >= rows.end || ix < columns.begin || ix >= columns.end) return;
+        grad[c * y.kernel * x.kernel + tap] += grad_out.at(n, c, oy, ox) * in.at(n, c, iy, ix);
+      });
+    });
+    return grad;
+  }
+
+  // The numbers of a rank that owns these inputs and outputs.
+  kernels::DepthwiseParams params(const Image& in, const Interval& in_rows, const Interval& in_columns,
+                                  const Interval& out_rows, const Interval& out_columns, bool channels_last) const {
+    const auto axis = [](const Window& window, const Interval& inputs, const Interval& outputs) {
+      return kernels::DepthwiseAxis{
+          static_cast<int32_t>(window.kernel), static_cast<int32_t>(window.stride),
+          static_cast<int32_t>(window.dilation),
+          static_cast<int32_t>(window.padding + inputs.begin - window.stride * outputs.begin)};
+    };
+    const auto count = [](const Interval& interval) { return static_cast<int32_t>(interval.size()); };
+    return {in.batches,
+            static_cast<int32_t>(in.channels),
+            count(in_rows),
+            count(in_columns),
+            count(out_rows),
+            count(out_columns),
+            axis(y, in_rows, out_rows),
+            axis(x, in_columns, out_columns),
+            channels_last};
+  }
+
+ private:
+  template <typename F>
+  static void for_each(const Image& image, const F& f) {
+    for (int64_t n = 0; n < image.batches; ++n)
+      for (int64_t c = 0; c < image.channels; ++c)
+        for (int64_t iy = 0; iy < image.height; ++iy)
+          for (int64_t ix = 0; ix < image.width; ++ix) f(n, c, iy, ix);
+  }
+  template <typename F>
+  void taps(int64_t oy, int64_t ox, const F& f) const {
+    for (int64_t ky = 0; ky < y.kernel; ++ky)
+      for (int64_t kx = 0; kx < x.kernel; ++kx)
+        f(ky * x.kernel + kx, oy * y.stride - y.padding + ky * y.dilation, ox * x.stride - x.padding + kx * x.dilation);
+  }
+};
+
+}  // namespace torchtp::test
