@@ -16,6 +16,7 @@ import torchtp
 # mesh shape and the tensor dim each axis cuts (None: replicated)
 W2 = ((2,), (3,))
 W3 = ((3,), (3,))
+W4 = ((4,), (3,))
 H2 = ((2,), (2,))
 H4 = ((4,), (2,))
 HW = ((2, 2), (2, 3))

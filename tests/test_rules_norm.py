@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rules import DATA_W, H4, HW, W3, assert_same, check, num_ranks
+from rules import DATA_W, H4, HW, W3, W4, assert_same, check, device_mesh_of, num_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -54,6 +54,39 @@ def test_plain_weights_obey_the_mean_rule(name):
 @pytest.mark.parametrize("name", CASES)
 def test_norms_match_reference_to_second_order(name):
     run_ranks(run_case, 3, name, W3, {"double": True, "gathers": True})
+
+
+OVER_CUT_DIMS = {
+    "channels_and_image": (4, 9, 11),
+    "image": (9, 11),
+    "columns": (11,),
+    "wide_shape": (2, 4, 9, 11),
+}
+
+
+def run_layer_norm_over_cut_dims(name, mesh, affine, kwargs):
+    torchtp.dtensor.mark(device_mesh_of(mesh[0]), [axis for axis, dim in enumerate(mesh[1]) if dim])
+    torch.manual_seed(0)
+    shape = OVER_CUT_DIMS[name]
+    parameters = [torch.rand(shape).double() + 0.5, torch.randn(shape).double()][:affine]
+
+    def norm(x, weight=None, bias=None):
+        return F.layer_norm(x * 3 + 1, shape, weight, bias).sin()
+
+    check(norm, mesh, [torch.randn(IMAGE).double()], parameters, **({"double": False} | kwargs))
+
+
+@pytest.mark.parametrize("affine", [0, 1, 2])
+@pytest.mark.parametrize("mesh", [W3, W4, H4, HW, DATA_W], ids=["w3", "w4", "h4", "h2_w2", "data_w"])
+@pytest.mark.parametrize("name", OVER_CUT_DIMS)
+def test_layer_norm_over_cut_dims_matches_reference_without_a_gather(name, mesh, affine):
+    run_ranks(run_layer_norm_over_cut_dims, num_ranks(mesh), name, mesh, affine, {"plain": affine == 2})
+
+
+@pytest.mark.parametrize("name", OVER_CUT_DIMS)
+def test_layer_norm_over_cut_dims_to_second_order(name):
+    kwargs = {"plain": False, "double": True, "gathers": True}
+    run_ranks(run_layer_norm_over_cut_dims, 3, name, W3, 2, kwargs)
 
 
 def run_running_statistics(mesh, momentum):

@@ -5,6 +5,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     convolution,
     fallback,
     interpolate,
+    layer_norm,
     linear,
     loss,
     max_pool,

@@ -1,4 +1,4 @@
-"""Norms of cut DTensors: batch norm over all shards, group norm over those of an image, layer norm where it is whole."""
+"""Batch norm of cut DTensors over all shards, group norm over those of an image."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchtp.dtensor.cut import (
     wrap,
 )
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.registry import bound, rule, spatial_rule
-from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
+from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.spatial import arrange, is_marked, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, plain_shard
 
 ops = torch.ops.torchtp
@@ -36,7 +36,8 @@ def _takes(input: Any, weight: Any) -> bool:
     return is_marked(input.device_mesh)
 
 
-def _plain(tensor: Any) -> Any:
+def plain(tensor: Any) -> Any:
+    """A parameter as every rank holds it."""
     return full_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -56,7 +57,7 @@ def _batch_norm(
     _mark(mesh, placements)
     buffers = [local_of(t) if isinstance(t, DTensor) else t for t in (running_mean, running_var)]
     output, mean, invstd = ops.batch_norm(
-        local, _plain(weight), _plain(bias), *buffers, training, momentum, eps, _groups(mesh, placements)
+        local, plain(weight), plain(bias), *buffers, training, momentum, eps, _groups(mesh, placements)
     )
     whole = (Replicate(),) * mesh.ndim
     return wrap(output, mesh, placements, input.shape), *(wrap(t, mesh, whole, t.shape) for t in (mean, invstd))  # type: ignore[return-value]
@@ -91,15 +92,15 @@ def batch_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     mask = named.get("output_mask", [True, True, True])
     local, mesh, placements = arrange(op, input, _not_channels)
     grads = ops.batch_norm_backward(
-        local_as(grad_output, mesh, placements), local, _plain(weight), _plain(named.get("running_mean")),
-        _plain(named.get("running_var")), _plain(named.get("save_mean")),
-        _plain(named.get("save_invstd", named.get("save_var"))), training, named.get("eps", named.get("epsilon")), mask,
+        local_as(grad_output, mesh, placements), local, plain(weight), plain(named.get("running_mean")),
+        plain(named.get("running_var")), plain(named.get("save_mean")),
+        plain(named.get("save_invstd", named.get("save_var"))), training, named.get("eps", named.get("epsilon")), mask,
         _groups(mesh, placements),
     )  # fmt: skip
-    return _gradients(grads, mask, weight, mesh, placements, input.shape)
+    return gradients(grads, mask, weight, mesh, placements, input.shape)
 
 
-def _gradients(
+def gradients(
     grads: tuple[Any, Any, Any],
     mask: list[bool],
     weight: Any,
@@ -107,79 +108,11 @@ def _gradients(
     placements: Placements,
     shape: torch.Size,
 ) -> tuple[Any, Any, Any]:
+    """What a rule hands out for input, weight and bias, of local gradients and shares."""
     return (
         wrap(grads[0], mesh, placements, shape) if mask[0] else None,
         parameter_gradient(grads[1], weight, mesh, placements) if mask[1] else None,
         parameter_gradient(grads[2], weight, mesh, placements) if mask[2] else None,
-    )
-
-
-def _whole_dims(input: Any, weight: Any, normalized_shape: list[int]) -> bool:
-    """Ours: a cut input whose normed dims are whole, or plain weights behind one."""
-    if not isinstance(input, DTensor) or not is_marked(input.device_mesh):
-        return False
-    if not is_spatial(input):
-        return True
-    first = input.dim() - len(normalized_shape)
-    return all(not plain_shard(p) or p.dim < first for p in input.placements)
-
-
-@spatial_rule("native_layer_norm")
-def layer_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, normalized_shape, weight, bias, eps = bound(op, args, kwargs)
-    if not _whole_dims(input, weight, normalized_shape):
-        return unruled(op, args, kwargs)
-    first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
-    output, mean, rstd = op(local, normalized_shape, _plain(weight), _plain(bias), eps)
-    shape = torch.Size([*input.shape[:first], *[1] * len(normalized_shape)])
-    return (
-        wrap(output, mesh, placements, input.shape),
-        wrap(mean, mesh, placements, shape),
-        wrap(rstd, mesh, placements, shape),
-    )
-
-
-@spatial_rule("native_layer_norm_backward")
-def layer_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad_output, input, normalized_shape, mean, rstd, weight, bias, mask = bound(op, args, kwargs)
-    if not _whole_dims(input, weight, normalized_shape):
-        return unruled(op, args, kwargs)
-    first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
-    grads = op(
-        local_as(grad_output, mesh, placements), local, normalized_shape, local_as(mean, mesh, placements),
-        local_as(rstd, mesh, placements), _plain(weight), _plain(bias), mask,
-    )  # fmt: skip
-    return _gradients(grads, mask, weight, mesh, placements, input.shape)
-
-
-@spatial_rule("_fused_rms_norm")
-def rms_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    input, normalized_shape, weight, eps = bound(op, args, kwargs)
-    if not _whole_dims(input, weight, normalized_shape):
-        return unruled(op, args, kwargs)
-    first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
-    output, rstd = op(local, normalized_shape, _plain(weight), eps)
-    shape = torch.Size([*input.shape[:first], *[1] * len(normalized_shape)])
-    return wrap(output, mesh, placements, input.shape), wrap(rstd, mesh, placements, shape)
-
-
-@spatial_rule("_fused_rms_norm_backward")
-def rms_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad_output, input, normalized_shape, rstd, weight, mask = bound(op, args, kwargs)
-    if not _whole_dims(input, weight, normalized_shape):
-        return unruled(op, args, kwargs)
-    first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
-    grad_input, grad_weight = op(
-        local_as(grad_output, mesh, placements), local, normalized_shape, local_as(rstd, mesh, placements),
-        _plain(weight), mask,
-    )  # fmt: skip
-    return (
-        wrap(grad_input, mesh, placements, input.shape) if mask[0] else None,
-        parameter_gradient(grad_weight, weight, mesh, placements) if mask[1] else None,
     )
 
 
@@ -195,7 +128,7 @@ def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, mesh, placements = arrange(op, input, _not_channels)
     _mark(mesh, placements)
     output, mean, rstd = ops.group_norm(
-        local, _plain(weight), _plain(bias), num_groups, eps, _image_groups(mesh, placements)
+        local, plain(weight), plain(bias), num_groups, eps, _image_groups(mesh, placements)
     )
     kept = _batch_only(placements)
     shape = torch.Size([input.size(0), num_groups])
@@ -210,10 +143,10 @@ def group_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     local, mesh, placements = arrange(op, input, _not_channels)
     kept = _batch_only(placements)
     grads = ops.group_norm_backward(
-        local_as(grad_output, mesh, placements), local, _plain(weight), local_as(mean, mesh, kept),
+        local_as(grad_output, mesh, placements), local, plain(weight), local_as(mean, mesh, kept),
         local_as(rstd, mesh, kept), num_groups, mask, _image_groups(mesh, placements),
     )  # fmt: skip
-    return _gradients(grads, mask, weight, mesh, placements, input.shape)
+    return gradients(grads, mask, weight, mesh, placements, input.shape)
 
 
 def _image_groups(mesh: DeviceMesh, placements: Placements) -> list[str]:
