@@ -1,7 +1,6 @@
 #include "spatial/pull.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include "spatial/slab.h"
@@ -28,38 +27,35 @@ void check_shard(const char* op, const at::Tensor& tensor, const Cut& cut, int64
 
 Pulling::Pulling(const at::Tensor& input, const Cut& cut, const std::vector<Interval>& wanted, const Interval& frame,
                  double fill)
+    : Pulling(input, cut, *cut.group.plans->get(cut.extent, cut.group.rank, wanted), frame, fill) {}
+
+Pulling::Pulling(const at::Tensor& input, const Cut& cut, const PullPlan& plan, const Interval& frame, double fill)
     : exchange_(cut.group.exchange) {
-  const auto plan = cut.group.plans->get(cut.extent, cut.group.rank, wanted);
-  check_shard("pull", input, cut, plan->own.size());
+  check_shard("pull", input, cut, plan.own.size());
   const at::Tensor source = dense(input);
 
   std::vector<exchange::Send> sends;
-  for (const PullPlan::Part& part : plan->sends) {
-    sends.push_back(send_rows(source, cut.dim, shift(part.rows, plan->own.begin), part.peer));
+  for (const PullPlan::Part& part : plan.sends) {
+    sends.push_back(send_rows(source, cut.dim, shift(part.rows, plan.own.begin), part.peer));
   }
   std::vector<int64_t> sizes = source.sizes().vec();
   sizes[cut.dim] = frame.size();
   extended_ = at::empty(sizes, source.options(), source.suggest_memory_format());
   std::vector<exchange::Receive> receives;
-  for (const PullPlan::Part& part : plan->receives) {
+  for (const PullPlan::Part& part : plan.receives) {
     receives.push_back(receive_rows(extended_, cut.dim, shift(part.rows, frame.begin), part.peer));
   }
   // Every rank takes part when any rank moves something, so that tickets agree.
-  moves_ = plan->anyone_moves;
+  moves_ = plan.anyone_moves;
   if (moves_) ticket_ = start(cut, std::move(sends), std::move(receives));
 
-  const auto rows = [&](const Interval& part) {
-    return extended_.narrow(cut.dim, part.begin - frame.begin, part.size());
-  };
-  if (!plan->kept.empty()) {
-    rows(plan->kept).copy_(source.narrow(cut.dim, plan->kept.begin - plan->own.begin, plan->kept.size()));
+  Interval before{0, frame.size()}, after{};
+  if (!plan.wanted.empty()) {
+    before = {0, plan.wanted.begin - frame.begin};
+    after = {plan.wanted.end - frame.begin, frame.size()};
   }
-  if (plan->wanted.empty()) {
-    extended_.fill_(fill);
-  } else {
-    if (frame.begin < plan->wanted.begin) rows({frame.begin, plan->wanted.begin}).fill_(fill);
-    if (plan->wanted.end < frame.end) rows({plan->wanted.end, frame.end}).fill_(fill);
-  }
+  lay_rows(source, shift(plan.kept, plan.own.begin), extended_, plan.kept.begin - frame.begin, before, after, cut.dim,
+           fill);
 }
 
 at::Tensor Pulling::finish() {
@@ -74,7 +70,7 @@ at::Tensor pull(const at::Tensor& input, const Cut& cut, const std::vector<Inter
     check_shard("pull", input, cut, plan->own.size());
     return input;
   }
-  return Pulling(input, cut, wanted, frame, fill).finish();
+  return Pulling(input, cut, *plan, frame, fill).finish();
 }
 
 at::Tensor push_add(const at::Tensor& grad, const Cut& cut, const std::vector<Interval>& wanted) {
@@ -84,11 +80,10 @@ at::Tensor push_add(const at::Tensor& grad, const Cut& cut, const std::vector<In
   const at::Tensor source = dense(grad);
   std::vector<int64_t> sizes = source.sizes().vec();
   sizes[cut.dim] = plan->own.size();
-  at::Tensor out = at::zeros(sizes, source.options()).contiguous(source.suggest_memory_format());
-  if (!plan->kept.empty()) {
-    out.narrow(cut.dim, plan->kept.begin - plan->own.begin, plan->kept.size())
-        .copy_(source.narrow(cut.dim, plan->kept.begin - frame.begin, plan->kept.size()));
-  }
+  const at::Tensor out = at::empty(sizes, source.options(), source.suggest_memory_format());
+  const Interval kept = plan->kept.empty() ? Interval{} : shift(plan->kept, plan->own.begin);
+  lay_rows(source, shift(plan->kept, frame.begin), out, kept.begin, {0, kept.begin}, {kept.end, plan->own.size()},
+           cut.dim, 0);
   if (!plan->anyone_moves) return out;
   std::vector<exchange::Send> sends;
   for (const PullPlan::Part& part : plan->receives) {

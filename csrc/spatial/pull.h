@@ -15,6 +15,8 @@ class Pulling {
   // `frame` (this rank's; contains its clipped wanted interval); what is not wanted is `fill`.
   Pulling(const at::Tensor& input, const Cut& cut, const std::vector<Interval>& wanted, const Interval& frame,
           double fill);
+  // The same by the plan of `wanted`.
+  Pulling(const at::Tensor& input, const Cut& cut, const PullPlan& plan, const Interval& frame, double fill);
   at::Tensor finish();
   // Whether any rank of the group sends anything; only then is there a ticket.
   bool moves() const { return moves_; }

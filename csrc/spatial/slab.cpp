@@ -1,6 +1,7 @@
 #include "spatial/slab.h"
 
 #include <ATen/Dispatch_v2.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -60,6 +61,33 @@ Blocks blocks_of(const at::Tensor& tensor, int64_t dim, const Interval& rows) {
   return {static_cast<std::byte*>(tensor.data_ptr()) + rows.begin * row * item, static_cast<size_t>(outer),
           static_cast<size_t>(rows.size() * row * item), static_cast<size_t>(period * item)};
 }
+
+constexpr size_t kPiece = 128 << 10;  // bytes a thread should have at least
+
+// `num_bytes` of memory full of one value.
+class Filling {
+ public:
+  Filling(at::ScalarType type, double value, size_t num_bytes) {
+    if (value == 0 || num_bytes == 0) return;
+    bytes_.resize(num_bytes);
+    AT_DISPATCH_V2(type, "fill", AT_WRAP([&] {
+                     const auto element = c10::Scalar(value).to<scalar_t>();
+                     for (size_t at = 0; at < num_bytes; at += sizeof(element))
+                       std::memcpy(&bytes_[at], &element, sizeof(element));
+                   }),
+                   AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX), at::kHalf, at::kBFloat16, at::kBool);
+  }
+  void write(std::byte* to, size_t num_bytes) const {
+    if (bytes_.empty()) {
+      std::memset(to, 0, num_bytes);
+    } else {
+      std::memcpy(to, bytes_.data(), num_bytes);
+    }
+  }
+
+ private:
+  std::vector<std::byte> bytes_;  // none: zeros
+};
 
 class RowsSource : public exchange::Source {
  public:
@@ -138,6 +166,31 @@ class AddingSink : public RowsSink {
 }  // namespace
 
 at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous(tensor.suggest_memory_format()); }
+
+void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to, int64_t at, const Interval& before,
+              const Interval& after, int64_t dim, double fill) {
+  if (to.numel() == 0) return;
+  const Blocks source = blocks_of(from, dim, rows), target = blocks_of(to, dim, {at, at + rows.size()}),
+               left = blocks_of(to, dim, before), right = blocks_of(to, dim, after);
+  const Filling filling(to.scalar_type(), fill, std::max(left.block_bytes, right.block_bytes));
+  // A tensor of one row or channel may be in either layout, and grow into another than it is read in.
+  const bool same_layout = layout_of(from) == layout_of(to);
+  const size_t pieces = source.block_bytes / kPiece + 1;
+  const auto grain = static_cast<int64_t>(kPiece / (target.stride_bytes / pieces + 1) + 1);
+  at::parallel_for(0, static_cast<int64_t>(target.num_blocks * pieces), grain, [&](int64_t begin, int64_t end) {
+    for (size_t work = begin; work < static_cast<size_t>(end); ++work) {
+      const size_t block = work / pieces, piece = work % pieces;
+      if (piece == 0) filling.write(left.data + block * left.stride_bytes, left.block_bytes);
+      if (same_layout && !rows.empty()) {
+        const size_t first = source.block_bytes * piece / pieces, last = source.block_bytes * (piece + 1) / pieces;
+        std::memcpy(target.data + block * target.stride_bytes + first,
+                    source.data + block * source.stride_bytes + first, last - first);
+      }
+      if (piece == 0) filling.write(right.data + block * right.stride_bytes, right.block_bytes);
+    }
+  });
+  if (!same_layout && !rows.empty()) to.narrow(dim, at, rows.size()).copy_(from.narrow(dim, rows.begin, rows.size()));
+}
 
 exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer) {
   const Blocks blocks = blocks_of(tensor, dim, rows);

@@ -12,6 +12,11 @@ namespace torchtp::spatial {
 // The tensor in one of the dense layouts that slabs are cut from: contiguous or channels_last.
 at::Tensor dense(const at::Tensor& tensor);
 
+// Writes rows of the dense tensor `to`, in one pass over it: from row `at` on `rows` of the dense tensor `from`, which
+// is as large as `to` beside `dim`, and `fill` in `before` and `after`. All in local coordinates. On the CPU.
+void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to, int64_t at, const Interval& before,
+              const Interval& after, int64_t dim, double fill);
+
 // Rows (local coordinates) of a dense tensor's dim as a message, and as the place where one goes. They hold the tensor.
 exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer);
 exchange::Receive receive_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer);
