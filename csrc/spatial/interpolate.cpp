@@ -6,21 +6,17 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/interpolate.h"
+#include "spatial/own_taps.h"
 #include "spatial/pull.h"
 #include "spatial/slab.h"
-#include "spatial/taps.h"
 
 namespace torchtp::spatial {
 namespace {
 
-// One dim of a resampling: its taps, the output rows of this rank and the input rows they read.
 struct Axis {
   int64_t dim;
-  int64_t in_extent, out_extent;  // global
-  Taps taps;
-  const Cut* cut = nullptr;
-  Interval outputs, frame;
-  std::vector<Interval> wanted;  // of every rank, where the dim is cut
+  const Cut* cut;
+  std::shared_ptr<const OwnTaps> taps;
 };
 
 void check(at::IntArrayRef sizes, const InterpolateParams& params) {
@@ -36,28 +32,25 @@ std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& para
   check(sizes, params);
   std::vector<Axis> axes;
   for (size_t index = 0; index < params.output_size.size(); ++index) {
-    Axis axis;
-    axis.dim = static_cast<int64_t>(index) + 2;
-    axis.in_extent = sizes[axis.dim];
-    axis.out_extent = params.output_size[index];
-    for (const Cut& cut : cuts) {
-      if (cut.dim == axis.dim) axis.cut = &cut;
+    const auto dim = static_cast<int64_t>(index) + 2;
+    const Cut* cut = nullptr;
+    for (const Cut& one : cuts) {
+      if (one.dim == dim) cut = &one;
     }
-    if (axis.cut) axis.in_extent = axis.cut->extent;
-    TORCH_CHECK(axis.in_extent > 0 && axis.out_extent > 0, "interpolate: dim ", axis.dim, " goes from ", axis.in_extent,
-                " to ", axis.out_extent, " rows, but both need at least one");
-    axis.taps = make_taps(params.mode, axis.in_extent, axis.out_extent, params.scales[index], params.align_corners,
-                          dtype, backward);
-    axis.outputs = {0, axis.out_extent};
-    axis.frame = {0, axis.in_extent};
-    if (axis.cut) {
-      for (const Interval& outputs : shards(*axis.cut, axis.out_extent)) {
-        axis.wanted.push_back(axis.taps.read_by(outputs));
-      }
-      axis.outputs = owned(axis.out_extent, axis.cut->group.size, axis.cut->group.rank);
-      axis.frame = axis.wanted[axis.cut->group.rank];
+    Resampling resampling{params.mode,
+                          cut ? cut->extent : sizes[dim],
+                          params.output_size[index],
+                          params.scales[index],
+                          params.align_corners,
+                          dtype == at::kDouble,
+                          backward};
+    if (cut) {
+      resampling.size = cut->group.size;
+      resampling.rank = cut->group.rank;
     }
-    axes.push_back(std::move(axis));
+    TORCH_CHECK(resampling.in_extent > 0 && resampling.out_extent > 0, "interpolate: dim ", dim, " goes from ",
+                resampling.in_extent, " to ", resampling.out_extent, " rows, but both need at least one");
+    axes.push_back({dim, cut, own_taps(resampling)});
   }
   return axes;
 }
@@ -81,19 +74,16 @@ Shape around(const at::Tensor& tensor, int64_t dim) {
 // One dim of the resampling or of its adjoint, on rows of this rank.
 at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
   std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes[axis.dim] = adjoint ? axis.frame.size() : axis.outputs.size();
+  const OwnTaps& taps = *axis.taps;
+  sizes[axis.dim] = adjoint ? taps.frame.size() : taps.outputs.size();
   const auto format = tensor.is_contiguous() ? at::MemoryFormat::Contiguous : tensor.suggest_memory_format();
   at::Tensor result = at::empty(sizes, tensor.options(), format);
   if (adjoint) result.zero_();
   const Shape shape = around(tensor, axis.dim);
   if (tensor.numel() == 0 || result.numel() == 0) return result.zero_();
 
-  const int64_t first = axis.outputs.begin * axis.taps.each;
-  std::vector<int64_t> places(axis.taps.places.begin() + first,
-                              axis.taps.places.begin() + axis.outputs.end * axis.taps.each);
-  for (int64_t& place : places) place -= axis.frame.begin;
-  const kernels::Interpolation params{axis.frame.size(), axis.outputs.size(), shape.inner,
-                                      axis.taps.each,    places.data(),       axis.taps.weights.data() + first};
+  const kernels::Interpolation params{taps.frame.size(), taps.outputs.size(), shape.inner,
+                                      taps.each,         taps.places.data(),  taps.weights.data()};
   const int64_t rows = std::max<int64_t>(1, 32768 / (params.out_extent * shape.inner));
   const auto run = [&](auto zero) {
     using T = decltype(zero);
@@ -118,15 +108,6 @@ at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
 // 16-bit tensors are resampled in fp32, as ATen accumulates.
 at::ScalarType working_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
-// An extent that stays may still be resampled: a given scale moves the taps of the nearest modes.
-bool same_rows(const Axis& axis) {
-  if (axis.cut || axis.in_extent != axis.out_extent || axis.taps.each != 1) return false;
-  for (int64_t row = 0; row < axis.in_extent; ++row) {
-    if (axis.taps.places[row] != row) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 std::vector<int64_t> interpolate_sizes(at::IntArrayRef input_sizes, const InterpolateParams& params,
@@ -143,12 +124,12 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
   const std::vector<Axis> axes = make_axes(input.sizes(), params, cuts, input.scalar_type(), false);
   at::Tensor x = dense(input);
   for (const Axis& axis : axes) {
-    if (axis.cut) x = pull(x, *axis.cut, axis.wanted, axis.frame);
+    if (axis.cut) x = pull(x, *axis.cut, axis.taps->wanted, axis.taps->frame);
   }
   x = x.to(working_type(x.scalar_type()));
   // The last dim first: it has the shortest runs, and fewer rows before the others have grown.
   for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
-    if (!same_rows(*axis)) x = resample(x, *axis, false);
+    if (!axis->taps->copies) x = resample(x, *axis, false);
   }
   return x.to(input.scalar_type());
 }
@@ -158,10 +139,10 @@ at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
   const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.scalar_type(), true);
   at::Tensor grad = dense(grad_output).to(working_type(grad_output.scalar_type()));
   for (const Axis& axis : axes) {
-    if (!same_rows(axis)) grad = resample(grad, axis, true);
+    if (!axis.taps->copies) grad = resample(grad, axis, true);
   }
   for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
-    if (axis->cut) grad = push_add(grad, *axis->cut, axis->wanted);
+    if (axis->cut) grad = push_add(grad, *axis->cut, axis->taps->wanted);
   }
   return grad.to(grad_output.scalar_type());
 }

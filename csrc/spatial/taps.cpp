@@ -77,9 +77,8 @@ Taps cubic_taps(int64_t in_extent, int64_t out_extent, double scale, bool align_
 // Rounding decides which row is nearest, and ATen rounds otherwise in backward than in forward, so ATen itself is
 // asked. Forward it resamples the row numbers. Backward it adds ones: as many as a row gets of them, so many outputs in
 // turn are nearest to it.
-Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scale, at::ScalarType dtype,
-                  bool backward) {
-  const auto type = dtype == at::kDouble || in_extent >= (1 << 24) ? at::kDouble : at::kFloat;
+Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scale, bool wide, bool backward) {
+  const auto type = wide || in_extent >= (1 << 24) ? at::kDouble : at::kFloat;
   const auto options = at::TensorOptions().dtype(type);
   const std::optional<double> given = scale > 0 ? std::optional<double>(scale) : std::nullopt;
   at::Tensor nearest;
@@ -109,10 +108,9 @@ Interval Taps::read_by(const Interval& outputs) const {
 }
 
 Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
-               at::ScalarType dtype, bool backward) {
-  const bool wide = dtype == at::kDouble;
+               bool wide, bool backward) {
   if (mode == "nearest" || mode == "nearest-exact") {
-    return nearest_taps(mode == "nearest-exact", in_extent, out_extent, scale, dtype, backward);
+    return nearest_taps(mode == "nearest-exact", in_extent, out_extent, scale, wide, backward);
   }
   if (mode == "linear") {
     return wide ? linear_taps<double>(in_extent, out_extent, scale, align_corners)

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/ScalarType.h>
-
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -20,9 +18,9 @@ struct Taps {
   Interval read_by(const Interval& outputs) const;
 };
 
-// The taps of ATen's upsample functions, or of their backward functions, for tensors of type `dtype`; `scale` 0 means
-// from the sizes.
+// The taps of ATen's upsample functions, or of their backward functions, for tensors of doubles (`wide`) or of narrower
+// types; `scale` 0 means from the sizes.
 Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
-               at::ScalarType dtype, bool backward);
+               bool wide, bool backward);
 
 }  // namespace torchtp::spatial
