@@ -20,7 +20,7 @@ class SavedBytes:
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()):
-        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in exclude}
         self._storages: dict[int, int] = {}
         # Holds every storage seen, so that no address is used twice while counting.
         self._kept: list[torch.UntypedStorage] = []
@@ -33,7 +33,7 @@ class SavedBytes:
     def _pack(self, tensor: Tensor) -> Tensor:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        address = storage.data_ptr()
+        address = storage._cdata
         if address not in self._excluded and address not in self._storages:
             self._storages[address] = storage.nbytes()
             self._kept.append(storage)
@@ -52,4 +52,4 @@ class SavedBytes:
 
 def exchanged_bytes(group_names: Iterable[str]) -> int:
     """Bytes of halos that this rank has sent so far over the named process groups."""
-    return sum(_C.exchanged_bytes(name) for name in group_names)
+    return sum(_C.traffic(name)["num_bytes"] for name in group_names)

@@ -39,7 +39,8 @@ class SpatialGroups {
                 group->getRank(),
                 group->getSize(),
                 std::make_shared<PullPlans>(),
-                std::make_shared<Traffic>()};
+                std::make_shared<Traffic>(),
+                false};
     const auto exchange = entry.choose(ExchangeKind::kAuto, group);
     return entries_.insert_or_assign(name, std::move(entry)).first->second.spatial(exchange);
   }
@@ -60,17 +61,19 @@ class SpatialGroups {
     int size;
     std::shared_ptr<PullPlans> plans;
     std::shared_ptr<Traffic> traffic;
+    bool planned;
 
     SpatialGroup spatial(const std::shared_ptr<exchange::Exchange>& locked) const {
-      return {rank, size, locked, plans, traffic};
+      return {rank, size, locked, plans, traffic, planned};
     }
 
     std::shared_ptr<exchange::Exchange> choose(ExchangeKind kind,
                                                const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
       kept.reset();
+      planned = kind == ExchangeKind::kPlanned;
       std::shared_ptr<exchange::Exchange> chosen;
       if (kind == ExchangeKind::kAuto) chosen = shared_memory_of(process_group);
-      if (!chosen && kind == ExchangeKind::kNone) {
+      if (!chosen && (planned || kind == ExchangeKind::kNone)) {
         kept = std::make_shared<exchange::NullExchange>(rank, size);
       } else if (!chosen) {
         kept = std::make_shared<GroupExchange>(process_group);

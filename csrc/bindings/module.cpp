@@ -12,9 +12,14 @@ PYBIND11_MODULE(_C, m) {
   m.attr("built_for_torch") = TORCHTP_BUILT_FOR_TORCH;
 
   m.def(
-      "exchanged_bytes",
+      "traffic",
       [](const std::string& group_name) {
-        return torchtp::backend::spatial_group(group_name).traffic->num_bytes.load();
+        const auto traffic = torchtp::backend::spatial_group(group_name).traffic;
+        pybind11::dict out;
+        out["num_bytes"] = traffic->num_bytes.load();
+        out["num_exchanges"] = traffic->num_exchanges.load();
+        out["num_beyond_neighbours"] = traffic->num_beyond_neighbours.load();
+        return out;
       },
       pybind11::arg("group_name"));
   m.def(
@@ -23,9 +28,11 @@ PYBIND11_MODULE(_C, m) {
         using torchtp::backend::ExchangeKind;
         static const std::map<std::string, ExchangeKind> kinds{{"auto", ExchangeKind::kAuto},
                                                                {"point_to_point", ExchangeKind::kPointToPoint},
-                                                               {"none", ExchangeKind::kNone}};
+                                                               {"none", ExchangeKind::kNone},
+                                                               {"planned", ExchangeKind::kPlanned}};
         const auto found = kinds.find(kind);
-        TORCH_CHECK_VALUE(found != kinds.end(), "set_exchange: kind is auto, point_to_point or none, not ", kind);
+        TORCH_CHECK_VALUE(found != kinds.end(), "set_exchange: kind is auto, point_to_point, none or planned, not ",
+                          kind);
         torchtp::backend::set_exchange(group_name, found->second);
       },
       pybind11::arg("group_name"), pybind11::arg("kind"));

@@ -93,7 +93,9 @@ at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const Avg
   TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool: divisor_override must not be 0");
   const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
   const at::Tensor frame = geometry.pull_frames(input, 0);
-  if (geometry.nothing()) return at::empty(geometry.output_sizes(), input.options(), input.suggest_memory_format());
+  if (geometry.nothing() || input.is_meta()) {
+    return at::empty(geometry.output_sizes(), input.options(), input.suggest_memory_format());
+  }
   const Divisors by = divisors(geometry, divisor, input.options());
   const at::Tensor output = pool(geometry, frame, by.all.value_or(1));
   return by.all ? output : output.div_(by.each);
@@ -102,7 +104,9 @@ at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const Avg
 at::Tensor avg_pool_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes, const PoolParams& params,
                              const AvgPoolDivisor& divisor, const std::vector<Cut>& cuts) {
   const PoolGeometry geometry("avg_pool_backward", input_sizes, params, cuts);
-  if (geometry.nothing()) return geometry.push_frames(at::zeros(geometry.frame_sizes(), grad_output.options()));
+  if (geometry.nothing() || grad_output.is_meta()) {
+    return geometry.push_frames(at::zeros(geometry.frame_sizes(), grad_output.options()));
+  }
   const Divisors by = divisors(geometry, divisor, grad_output.options());
   const at::Tensor dy = by.all ? grad_output : grad_output.div(by.each).to(grad_output.scalar_type());
   return geometry.push_frames(pool_backward(geometry, dy, by.all.value_or(1)));

@@ -30,16 +30,25 @@ at::Tensor avg_pool_backward_kernel(const at::Tensor& grad_output, at::IntArrayR
 }
 
 at::Tensor avg_pool_meta(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride,
-                         at::IntArrayRef padding, bool ceil_mode, bool, std::optional<int64_t>,
-                         at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  const PoolGeometry geometry("avg_pool", input.sizes(), make_params(kernel_size, stride, padding, ceil_mode),
-                              make_cuts(cut_dims, cut_extents, cut_groups, input.dim()));
+                         at::IntArrayRef padding, bool ceil_mode, bool count_include_pad,
+                         std::optional<int64_t> divisor_override, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
+                         const Groups& cut_groups) {
+  const PoolParams params = make_params(kernel_size, stride, padding, ceil_mode);
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  if (planned(cuts)) return avg_pool(input, params, {count_include_pad, divisor_override}, cuts);
+  const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
   return at::empty(geometry.output_sizes(), input.options(), input.suggest_memory_format());
 }
 
-at::Tensor avg_pool_backward_meta(const at::Tensor& grad_output, at::IntArrayRef input_sizes, at::IntArrayRef,
-                                  at::IntArrayRef, at::IntArrayRef, bool, bool, std::optional<int64_t>, at::IntArrayRef,
-                                  at::IntArrayRef, const Groups&) {
+at::Tensor avg_pool_backward_meta(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
+                                  at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding,
+                                  bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor_override,
+                                  at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, grad_output.dim());
+  if (planned(cuts)) {
+    return avg_pool_backward(grad_output, input_sizes, make_params(kernel_size, stride, padding, ceil_mode),
+                             {count_include_pad, divisor_override}, cuts);
+  }
   return at::empty(input_sizes, grad_output.options(), grad_output.suggest_memory_format());
 }
 

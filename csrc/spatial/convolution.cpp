@@ -57,7 +57,7 @@ at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::o
                         ConvolutionParams params, const std::vector<Cut>& cuts) {
   const ConvolutionParams global = params;
   const at::Tensor own = input;
-  bool nothing = false;
+  bool nothing = input.is_meta();
   for (const Cut& cut : cuts) {
     const size_t index = cut.dim - 2;
     const Window window = window_of(global, weight, index);
@@ -76,7 +76,7 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
                               ConvolutionParams params, const std::vector<Cut>& cuts) {
   const ConvolutionParams global = params;
   const at::Tensor own = input;
-  bool nothing = false, no_inputs = false;
+  bool nothing = input.is_meta(), no_inputs = false;
   // constant_pad_nd's list starts at the last dim: (before, after) each.
   std::vector<int64_t> pads(2 * (input.dim() - 2), 0);
   for (const Cut& cut : cuts) {
@@ -163,7 +163,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::vector<Cut>& cuts) {
   ConvolutionParams local = params;
   at::Tensor dy = grad_output;
-  bool nothing = false;
+  bool nothing = input.is_meta();
   for (const Cut& cut : cuts) {
     const size_t index = cut.dim - 2;
     const Window window = window_of(params, weight, index);

@@ -46,16 +46,26 @@ at::Tensor convolution_meta(const at::Tensor& input, const at::Tensor& weight, c
   for (int64_t dim = 2; dim < input.dim(); ++dim) {
     sizes.push_back(convolution_extent(params, weight, dim - 2, input.size(dim)));
   }
-  for (const Cut& cut : make_cuts(cut_dims, cut_extents, cut_groups, input.dim())) {
+  const std::vector<Cut> cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  if (planned(cuts)) convolution(input, weight, {}, params, cuts);
+  for (const Cut& cut : cuts) {
     const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
     sizes[cut.dim] = owned(extent, cut.group.size, cut.group.rank).size();
   }
   return at::empty(sizes, input.options(), input.suggest_memory_format());
 }
 
-Three convolution_backward_meta(const at::Tensor&, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef,
-                                at::IntArrayRef, at::IntArrayRef, bool transposed, at::IntArrayRef, int64_t groups,
-                                std::array<bool, 3> output_mask, at::IntArrayRef, at::IntArrayRef, const Groups&) {
+Three convolution_backward_meta(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
+                                at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                                bool transposed, at::IntArrayRef output_padding, int64_t groups,
+                                std::array<bool, 3> output_mask, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
+                                const Groups& cut_groups) {
+  const std::vector<Cut> cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  if (planned(cuts)) {
+    convolution_backward(grad_output, input, weight,
+                         make_params(stride, padding, dilation, transposed, output_padding, groups),
+                         {output_mask[0], output_mask[1], false}, cuts);
+  }
   at::Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = at::empty_like(input);
   if (output_mask[1]) grad_weight = at::empty_like(weight);

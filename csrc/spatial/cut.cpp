@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace torchtp::spatial {
 
 std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const c10::List<std::string>& groups,
@@ -17,6 +19,10 @@ std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const 
     cuts.push_back({dims[i], extents[i], backend::spatial_group(groups.get(i))});
   }
   return cuts;
+}
+
+bool planned(const std::vector<Cut>& cuts) {
+  return std::any_of(cuts.begin(), cuts.end(), [](const Cut& cut) { return cut.group.planned; });
 }
 
 std::vector<Interval> shards(const Cut& cut, int64_t extent) {

@@ -25,6 +25,9 @@ struct Cut {
 std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const c10::List<std::string>& groups,
                            int64_t num_dims);
 
+// Whether an op on meta tensors shall go through its pulls, so that they count their traffic.
+bool planned(const std::vector<Cut>& cuts);
+
 // The interval every rank of the cut's group gets of a dim of `extent`.
 std::vector<Interval> shards(const Cut& cut, int64_t extent);
 

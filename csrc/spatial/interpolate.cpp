@@ -80,7 +80,7 @@ at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
   at::Tensor result = at::empty(sizes, tensor.options(), format);
   if (adjoint) result.zero_();
   const Shape shape = around(tensor, axis.dim);
-  if (tensor.numel() == 0 || result.numel() == 0) return result.zero_();
+  if (tensor.is_meta() || tensor.numel() == 0 || result.numel() == 0) return result.zero_();
 
   const kernels::Interpolation params{taps.frame.size(), taps.outputs.size(), shape.inner,
                                       taps.each,         taps.places.data(),  taps.weights.data()};

@@ -28,12 +28,18 @@ at::Tensor interpolate_meta(const at::Tensor& input, const std::string& mode, at
                             at::IntArrayRef cut_extents, const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
   const InterpolateParams params{mode, output_size.vec(), scales.vec(), align_corners};
+  if (planned(cuts)) return interpolate(input, params, cuts);
   return at::empty(interpolate_sizes(input.sizes(), params, cuts), input.options(), input.suggest_memory_format());
 }
 
-at::Tensor interpolate_backward_meta(const at::Tensor& grad_output, at::IntArrayRef input_sizes, const std::string&,
-                                     at::IntArrayRef, at::ArrayRef<double>, bool, at::IntArrayRef, at::IntArrayRef,
-                                     const Groups&) {
+at::Tensor interpolate_backward_meta(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
+                                     const std::string& mode, at::IntArrayRef output_size, at::ArrayRef<double> scales,
+                                     bool align_corners, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
+                                     const Groups& cut_groups) {
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, grad_output.dim());
+  if (planned(cuts)) {
+    return interpolate_backward(grad_output, input_sizes, {mode, output_size.vec(), scales.vec(), align_corners}, cuts);
+  }
   return at::empty(input_sizes, grad_output.options(), grad_output.suggest_memory_format());
 }
 

@@ -56,8 +56,8 @@ void for_planes(const kernels::MaxPoolParams& params, const F& f) {
 }
 
 void check_cpu(const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu(), "max_pool: cut over ranks it runs on the CPU only, got a tensor on ",
-                              tensor.device());
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu() || tensor.is_meta(),
+                              "max_pool: cut over ranks it runs on the CPU only, got a tensor on ", tensor.device());
 }
 
 // at:: has no 1-D pooling with a CPU kernel of its own: [C, W] and [N, C, W] become [.., 1, W].
@@ -69,7 +69,7 @@ std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolP
                                             const std::vector<Cut>& cuts) {
   const PoolGeometry geometry("max_pool", input.sizes(), params, cuts);
   const at::Tensor extended = geometry.pull_frames(input, lowest(input.scalar_type()));
-  if (geometry.nothing()) {
+  if (geometry.nothing() || input.is_meta()) {
     const auto sizes = geometry.output_sizes();
     const auto format = input.suggest_memory_format();
     return {at::empty(sizes, input.options(), format), at::empty(sizes, input.options().dtype(at::kLong), format)};
@@ -113,7 +113,7 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
   // Sums of 16-bit gradients are rounded once, at the end.
   const at::ScalarType sum_type = at::isReducedFloatingType(dy.scalar_type()) ? at::kFloat : dy.scalar_type();
   const at::Tensor grad = at::zeros(geometry.frame_sizes(), dy.options().dtype(sum_type)).contiguous(format);
-  if (!geometry.nothing()) {
+  if (!geometry.nothing() && !grad.is_meta()) {
     const auto plan = params_of(geometry, places, format);
     AT_DISPATCH_V2(dy.scalar_type(), "max_pool_backward", AT_WRAP([&] {
                      using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
@@ -135,7 +135,7 @@ at::Tensor max_pool_gather(const at::Tensor& input, const at::Tensor& indices, c
   const at::Tensor places = indices.contiguous(format);
   const at::Tensor frame = geometry.pull_frames(input, 0).contiguous(format);
   const at::Tensor out = at::empty(places.sizes(), input.options(), format);
-  if (geometry.nothing()) return out;
+  if (geometry.nothing() || out.is_meta()) return out;
   const auto plan = params_of(geometry, places, format);
   AT_DISPATCH_V2(input.scalar_type(), "max_pool_gather", AT_WRAP([&] {
                    for_planes(plan, [&](int64_t begin, int64_t end) {

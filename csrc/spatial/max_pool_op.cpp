@@ -41,23 +41,36 @@ std::tuple<at::Tensor, at::Tensor> max_pool_meta(const at::Tensor& input, at::In
                                                  at::IntArrayRef stride, at::IntArrayRef padding,
                                                  at::IntArrayRef dilation, bool ceil_mode, at::IntArrayRef cut_dims,
                                                  at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  const PoolGeometry geometry("max_pool", input.sizes(),
-                              {kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode},
-                              make_cuts(cut_dims, cut_extents, cut_groups, input.dim()));
+  const PoolParams params{kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode};
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  if (planned(cuts)) return max_pool(input, params, cuts);
+  const PoolGeometry geometry("max_pool", input.sizes(), params, cuts);
   const auto format = input.suggest_memory_format();
   return {at::empty(geometry.output_sizes(), input.options(), format),
           at::empty(geometry.output_sizes(), input.options().dtype(at::kLong), format)};
 }
 
 at::Tensor max_pool_backward_meta(const at::Tensor& grad_output, const at::Tensor& indices, at::IntArrayRef input_sizes,
-                                  at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool,
-                                  at::IntArrayRef, at::IntArrayRef, const Groups&) {
+                                  at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding,
+                                  at::IntArrayRef dilation, bool ceil_mode, at::IntArrayRef cut_dims,
+                                  at::IntArrayRef cut_extents, const Groups& cut_groups) {
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, grad_output.dim());
+  if (planned(cuts)) {
+    return max_pool_backward(grad_output, indices, input_sizes,
+                             {kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode}, cuts);
+  }
   return at::empty(input_sizes, grad_output.options(), indices.suggest_memory_format());
 }
 
-at::Tensor max_pool_gather_meta(const at::Tensor& input, const at::Tensor& indices, at::IntArrayRef, at::IntArrayRef,
-                                at::IntArrayRef, at::IntArrayRef, bool, at::IntArrayRef, at::IntArrayRef,
-                                const Groups&) {
+at::Tensor max_pool_gather_meta(const at::Tensor& input, const at::Tensor& indices, at::IntArrayRef kernel_size,
+                                at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                                bool ceil_mode, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
+                                const Groups& cut_groups) {
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  if (planned(cuts)) {
+    return max_pool_gather(input, indices, {kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode},
+                           cuts);
+  }
   return at::empty_symint(indices.sym_sizes(), input.options(), indices.suggest_memory_format());
 }
 

@@ -60,6 +60,7 @@ at::Tensor with_rows(const at::Tensor& like, int64_t dim, int64_t num_rows) {
 at::Tensor pull_meta(const at::Tensor& input, int64_t dim, int64_t extent, at::IntArrayRef begins, at::IntArrayRef ends,
                      const std::string& group, double) {
   const Cut cut = cut_of(dim, extent, group);
+  if (cut.group.planned) return pull_kernel(input, dim, extent, begins, ends, group, 0);
   return with_rows(input, dim, intervals(begins, ends, cut)[cut.group.rank].size());
 }
 
@@ -74,7 +75,8 @@ void pull_finish_meta(const at::Tensor&, int64_t, const std::string&) {}
 at::Tensor push_add_meta(const at::Tensor& grad, int64_t dim, int64_t extent, at::IntArrayRef begins,
                          at::IntArrayRef ends, const std::string& group) {
   const Cut cut = cut_of(dim, extent, group);
-  intervals(begins, ends, cut);
+  const auto wanted = intervals(begins, ends, cut);
+  if (cut.group.planned) return push_add(grad, cut, wanted);
   return with_rows(grad, dim, cut.own().size());
 }
 
