@@ -5,11 +5,22 @@ import torchtp._extension  # noqa: F401  (loads _C, which registers the dispatch
 import torchtp.backend as _backend
 from torchtp import nn
 from torchtp.dtensor import GatherError, GatherWarning, strict
+from torchtp.explanation import Explanation, explain
 from torchtp.layout import Layout
 from torchtp.parallel import no_sync, parallelize
 
 _backend.register()
 _compile.register()
 
-__all__ = ["GatherError", "GatherWarning", "Layout", "nn", "no_sync", "parallelize", "strict"]
+__all__ = [
+    "Explanation",
+    "GatherError",
+    "GatherWarning",
+    "Layout",
+    "explain",
+    "nn",
+    "no_sync",
+    "parallelize",
+    "strict",
+]
 __version__ = "0.1.0"

@@ -270,7 +270,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         _say_gather(input, kept)
         input = input.redistribute(placements=kept)
     kind = input.device.type
-    if not torch.is_autocast_enabled(kind) or input.dtype is torch.float64:
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or input.dtype is torch.float64:
         return _Linear.apply(input, weight, bias)
     dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False):

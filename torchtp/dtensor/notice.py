@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -24,6 +24,9 @@ class GatherError(RuntimeError):
 _lock = threading.Lock()
 _strict = 0
 _said: set[tuple[str, str]] = set()
+_listening = threading.local()
+
+Listener = Callable[[Op, torch.Size, torch.dtype], None]
 
 
 @contextlib.contextmanager
@@ -39,8 +42,23 @@ def strict() -> Iterator[None]:
             _strict -= 1
 
 
+@contextlib.contextmanager
+def told_to(listener: Listener) -> Iterator[None]:
+    """Inside, on this thread, `listener` is called for every gather, and nothing is said or raised."""
+    before = getattr(_listening, "listener", None)
+    _listening.listener = listener
+    try:
+        yield
+    finally:
+        _listening.listener = before
+
+
 def gathering(op: Op, shape: torch.Size, dtype: torch.dtype) -> None:
     """Say that a tensor of global `shape` is about to be gathered for `op`; raises GatherError inside `strict()`."""
+    listener: Listener | None = getattr(_listening, "listener", None)
+    if listener is not None:
+        listener(op, shape, dtype)
+        return
     module = _module()
     num_bytes = shape.numel() * dtype.itemsize
     where = f" in {module}" if module else ""

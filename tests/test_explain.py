@@ -1,0 +1,224 @@
+"""What `explain` tells without running is what a run measures, and the caller notices nothing of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import make_layout, make_network
+from torch import nn
+
+import torchtp
+from torchtp import _C
+from torchtp.dtensor import notice
+from torchtp.measure import SavedBytes
+from torchtp.testing import run_ranks
+
+
+class Everything(nn.Module):
+    """Pools, resampling, rolls, an op without a rule in forward and one that only its backward has, a frozen part."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=None), nn.ReLU(True))
+        self.wide = nn.Conv2d(4, 4, 9, padding=4).requires_grad_(False)
+        self.scale = nn.Parameter(torch.linspace(1, 2, 4).view(4, 1, 1))
+        self.leave = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = F.max_pool2d(self.wide(self.enter(x)) * self.scale, 3, 2, 1)
+        x = F.interpolate(x, scale_factor=2, mode="bilinear") + x.mean((2, 3), keepdim=True)
+        x = F.avg_pool2d(x.roll(1, 3), 2).cumsum(3) + F.adaptive_avg_pool2d(x, 1)
+        return self.leave(F.dropout(x, 0.1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def make(name):
+    torch.manual_seed(0)
+    return Everything() if name == "everything" else make_network(name, dtype=torch.float32)
+
+
+def measure(name, axes, shape):
+    """(bytes kept, bytes sent, exchanges, gathers) of this rank in a real step; without axes on a single device."""
+    model, images, groups, gathers = make(name), torch.randn(shape), [], []
+    parameters = list(model.parameters())
+    if axes:
+        layout = make_layout(axes)
+        torchtp.parallelize(model, layout, reduce=False)
+        images = layout.shard(images)
+        groups = [layout.spatial_mesh.get_group(axis).group_name for axis in range(len(axes))]
+    before = [_C.traffic(group) for group in groups]
+    local = images.to_local() if axes else images
+    with notice.told_to(lambda op, shape, dtype: gathers.append((str(op), tuple(shape), dtype))):
+        with SavedBytes([*parameters, local]) as saved:
+            output = model(images)
+        num_bytes = saved.num_bytes
+        torch.autograd.backward(output, torch.ones_like(output))
+    after = [_C.traffic(group) for group in groups]
+
+    def new(key):
+        return sum(now[key] - then[key] for now, then in zip(after, before, strict=True))
+
+    return num_bytes, new("num_bytes"), new("num_exchanges"), new("num_beyond_neighbours"), gathers
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "shape"),
+    [
+        ("unet", {"w": 2}, (2, 2, 13, 17)),
+        ("unet", {"h": 2, "w": 2}, (1, 2, 25, 33)),
+        ("convnext", {"h": 2}, (2, 2, 22, 18)),
+        ("convnext", {"h": 1, "w": 3}, (1, 2, 8, 14)),
+        ("batch_norm", {"w": 4}, (2, 2, 12, 10)),
+        ("everything", {"w": 2}, (2, 2, 12, 20)),
+        ("everything", {"h": 2, "w": 2}, (2, 2, 16, 24)),
+    ],
+)
+def test_what_is_told_is_what_a_run_measures(name, axes, shape):
+    told = torchtp.explain(make(name), shape, axes)
+    size = torch.Size(axes.values()).numel()
+    measured = run_ranks(measure, size, name, axes, shape)
+    assert told.single_bytes == measure(name, {}, shape)[0]
+    assert [rank.kept_bytes for rank in told.ranks] == [rank[0] for rank in measured]
+    assert [rank.exchanged_bytes for rank in told.ranks] == [rank[1] for rank in measured]
+    assert [rank.num_exchanges for rank in told.ranks] == [rank[2] for rank in measured]
+    assert max(rank.kept_bytes for rank in told.ranks) == told.kept_bytes == told.ranks[0].kept_bytes
+    assert any(e.num_beyond_neighbours for e in told.exchanges) == any(rank[3] for rank in measured)
+    expected = sorted(
+        (g.op if g.op.count(".") > 1 else g.op + ".default", g.shape, str(g.dtype))
+        for g in told.gathers
+        for _ in range(g.times)
+    )
+    assert expected == sorted((op, shape, str(dtype)) for op, shape, dtype in measured[0][4])
+    assert bool(expected) == (name == "everything")
+
+
+def test_ops_are_found_in_their_modules_in_forward_and_backward():
+    told = torchtp.explain(Everything(), (2, 2, 12, 20), {"w": 2})
+    assert {(g.op, g.module, g.phase) for g in told.gathers} >= {
+        ("aten.cumsum", "", "forward"),
+        ("aten.cumsum", "", "backward"),
+    }
+    halos = {(e.op, e.module, e.phase) for e in told.exchanges}
+    assert {
+        ("torchtp.convolution", "enter.0", "forward"),
+        ("torchtp.convolution", "wide", "forward"),
+        ("torchtp.convolution_backward", "wide", "backward"),
+        ("torchtp.max_pool", "", "forward"),
+    } <= halos
+    statistics = {(c.op, c.module, c.phase) for c in told.collectives}
+    assert {
+        ("torchtp.batch_norm", "enter.1", "forward"),
+        ("torchtp.batch_norm_backward", "enter.1", "backward"),
+    } <= statistics
+    gradients = sum(p.numel() for p in Everything().parameters()) - sum(
+        p.numel() for p in Everything().wide.parameters()
+    )
+    assert told.gradient_bytes == 4 * gradients
+
+
+def test_parts_that_are_empty_or_too_thin_are_told():
+    network = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(1, 1, 5, padding=2))
+    told = torchtp.explain(network, (1, 1, 8, 10), {"w": 4})
+    (empty,) = told.empty
+    assert (empty.op, empty.module, empty.axis, empty.extent, empty.num_empty) == ("aten.convolution", "2", "w", 5, 1)
+    assert {e.module for e in told.exchanges if e.num_beyond_neighbours} == set()
+    told = torchtp.explain(nn.Sequential(nn.Conv2d(1, 1, 9, padding=4)), (1, 1, 8, 8), {"w": 4})
+    assert {e.module for e in told.exchanges if e.num_beyond_neighbours} == {"0"}
+    assert "beyond the next rank" in str(told)
+
+
+def test_a_huge_image_needs_no_memory_and_half_of_the_bits_half_of_the_bytes():
+    network = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    told = torchtp.explain(network, (1, 3, 100_000, 100_000), {"h": 2, "w": 2, "data": 2})
+    assert told.single_bytes == 64 * 100_000**2 * 4
+    assert told.share == 0.25
+    half = torchtp.explain(network, (1, 3, 100_000, 100_000), {"h": 2, "w": 2}, dtype=torch.bfloat16)
+    assert half.kept_bytes * 2 == told.kept_bytes and half.gradient_bytes * 2 == told.gradient_bytes
+
+
+def test_of_many_ranks_those_at_the_ends_are_rehearsed():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1))
+    told = torchtp.explain(network, (1, 3, 320, 320), {"h": 8, "w": 4})
+    places = [(rank.coordinates["h"], rank.coordinates["w"]) for rank in told.ranks]
+    assert places == list(itertools.product((0, 1, 6, 7), range(4)))
+
+
+def state(network):
+    return (
+        {name: (value, value.clone(), value._version) for name, value in network.state_dict().items()},
+        {name: (type(module), len(module._forward_hooks), module.training) for name, module in network.named_modules()},
+    )
+
+
+def test_the_caller_notices_nothing():
+    network = Everything()
+    values, modules = state(network)
+    rng, python, filters, said = torch.get_rng_state(), random.getstate(), list(warnings.filters), set(notice._said)
+    with warnings.catch_warnings(), torch.no_grad(), torchtp.strict():
+        warnings.simplefilter("error")
+        assert torchtp.explain(network, (1, 2, 12, 20), {"w": 2}).gathers
+    assert torch.equal(rng, torch.get_rng_state()) and python == random.getstate()
+    assert filters == list(warnings.filters) and said == notice._said
+    again, modules_again = state(network)
+    assert modules == modules_again
+    for name, (_, value, version) in values.items():
+        assert torch.equal(again[name][0], value) and again[name][2] == version
+    assert all(parameter.grad is None for parameter in network.parameters())
+    assert not dist.is_initialized()
+
+
+def explain_beside_a_group():
+    layout = make_layout({"w": 2})
+    before = dist.group.WORLD, dist.get_rank()
+    told = torchtp.explain(Everything(), (1, 2, 12, 20), {"w": 4 if dist.get_rank() else 2})
+    assert before == (dist.group.WORLD, dist.get_rank())
+    model = torchtp.parallelize(make("unet"), layout)
+    model(torch.ones(1, 2, 13, 17)).sum().backward()
+    return len(told.ranks)
+
+
+def test_groups_of_a_job_that_runs_are_left_alone():
+    assert run_ranks(explain_beside_a_group, 2) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "message"),
+    [
+        ((1, 2, 0, 8), {"w": 2}, "positive extents"),
+        ((1, 2, 8), {"h": 2}, "no dims"),
+        ((1, 2, 8, 8), {"x": 2}, "axis 'x'"),
+        ((1, 2, 8, 8), {"w": 0}, "axis 'w'"),
+        ((1, 2, 8, 8), {"data": 2}, "no axis cuts"),
+        ((1, 3, 8, 8), {"w": 2}, "channel"),
+    ],
+)
+def test_a_mistake_is_told(shape, mesh, message):
+    with pytest.raises(ValueError, match=message):
+        torchtp.explain(Everything(), shape, mesh)
+
+
+def test_a_module_that_looks_at_values_is_told():
+    class Peeks(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x if x.max() > 0 else -x)
+
+    with pytest.raises(ValueError, match="values"):
+        torchtp.explain(Peeks(2, 2, 3), (1, 2, 8, 8), {"w": 2})
+
+
+def test_several_images():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(4, 2, 3, padding=1)
+
+        def forward(self, left, right):
+            return {"sum": [self.convolution(torch.cat([left, right], 1))]}
+
+    told = torchtp.explain(Two(), [(1, 2, 8, 8), (1, 2, 8, 8)], {"w": 2})
+    assert told.kept_bytes == 4 * 8 * 4 * 4
