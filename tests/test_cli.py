@@ -33,7 +33,7 @@ def test_without_a_command_help_is_shown(capsys):
     assert "info" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["plan", "--help"]])
 def test_help_is_complete(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
@@ -48,3 +48,46 @@ def test_a_torchtp_that_cannot_be_loaded_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(_extension, "find", refuse)
     assert cli.main(["info"]) == 1
     assert capsys.readouterr().err == "torchtp: torchtp is not built for this Python\n"
+
+
+PLAN = ["plan", "models:convnext", "--shape", "1,2,640,960"]
+
+
+def test_plan_compares_meshes(capsys):
+    assert cli.main([*PLAN, "--mesh", "w=2", "--mesh", "h=2,w=2", "--mesh", "w=250", "--details"]) == 0
+    table, *details = capsys.readouterr().out.split("\n\nA training step")
+    rows = [line.split() for line in table.splitlines()]
+    assert [row[0] for row in rows[2:6]] == ["one", "w=2", "h=2,w=2", "w=250"]
+    assert "50.0%" in rows[3] and "25.0%" in rows[4]
+    assert "thinner than a halo: w=250" in table and "hold nothing of some activations: w=250" in table
+    assert len(details) == 3 and "mesh h=2,w=2: 4 ranks" in details[1]
+
+
+def test_plan_as_json(capsys):
+    assert cli.main([*PLAN, "--mesh", "data=2,w=2", "--dtype", "bf16", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["mesh"] == {"data": 2, "w": 2} and told["dtype"] == "torch.bfloat16" and told["gathers"] == []
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "mesh", "message"),
+    [
+        ("models", "1,2,8,8", "w=2", "package.module:callable"),
+        ("models:nothing", "1,2,8,8", "w=2", "models:nothing is not there"),
+        ("nowhere:nothing", "1,2,8,8", "w=2", "nowhere:nothing is not there"),
+        ("models:NETWORKS", "1,2,8,8", "w=2", "makes a dict"),
+        ("models:convnext", "1,5,8,8", "w=2", "images of shape"),
+        ("models:convnext", "1,2,8,8", "x=2", "axis 'x'"),
+    ],
+)
+def test_a_plan_that_is_not_possible_is_one_message(network, shape, mesh, message, capsys):
+    assert cli.main(["plan", network, "--shape", shape, "--mesh", mesh]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--shape", "1,x"), ("--mesh", "h2"), ("--mesh", "h=two")])
+def test_a_plan_that_is_not_understood_is_usage(flag, value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*PLAN, "--mesh", "w=2", flag, value])
+    assert caught.value.code == 2
+    assert value in capsys.readouterr().err

@@ -1,8 +1,10 @@
-"""The `torchtp` command: what this build and this machine can do."""
+"""The `torchtp` command: what this build and this machine can do, and what a training step would cost on a mesh."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import os
 import platform
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 EPILOG = "Training itself is started with torchrun, like any other PyTorch script."
 
 
@@ -71,8 +74,79 @@ def _show_info(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def plan(
+    network: str, shapes: list[tuple[int, ...]], meshes: list[dict[str, int]], dtype: str | None, evaluates: bool
+) -> list[Any]:
+    """What `torchtp.explain` tells of "package.module:callable" for each mesh."""
+    import torch
+
+    import torchtp
+
+    module = _made(network)
+    module.train(not evaluates)
+    kind = getattr(torch, DTYPES[dtype]) if dtype else None
+    shape = shapes[0] if len(shapes) == 1 else shapes
+    return [torchtp.explain(module, shape, mesh, dtype=kind) for mesh in meshes]
+
+
+def _made(network: str) -> Any:
+    """The module that `network` names or makes."""
+    import torch
+
+    path, colon, name = network.partition(":")
+    if not colon or not path or not name:
+        raise ValueError(
+            f"a network is given as package.module:callable, as torchvision.models:resnet50, not {network!r}"
+        )
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as python -m does: networks of the folder one is in
+    try:
+        made: Any = importlib.import_module(path)
+        for part in name.split("."):
+            made = getattr(made, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{network} is not there: {error}") from error
+    if callable(made) and not isinstance(made, torch.nn.Module):
+        made = made()
+    if not isinstance(made, torch.nn.Module):
+        raise ValueError(f"{network} is or makes a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def _mesh(text: str) -> dict[str, int]:
+    try:
+        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a mesh is written as h=2,w=2 or data=2,w=4, not {text!r}") from None
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(extent) for extent in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a shape is written as 1,3,2160,3840, not {text!r}") from None
+
+
+def _show_plan(arguments: argparse.Namespace) -> int:
+    from torchtp.explanation import compared
+
+    try:
+        told = plan(arguments.network, arguments.shape, arguments.mesh, arguments.dtype, evaluates=arguments.eval)
+    except ValueError as error:
+        print(f"torchtp: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(each) for each in told], indent=1, default=str))
+        return 0
+    print(compared(told))
+    if arguments.details:
+        for each in told:
+            print(f"\n{each}")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line: `torchtp info [--json]`, `torchtp --version`."""
+    """The command line: `torchtp info`, `torchtp plan`, `torchtp --version`."""
     root = argparse.ArgumentParser(prog="torchtp", description=__doc__, epilog=EPILOG)
     root.add_argument("--version", action="store_true", help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
@@ -84,11 +158,35 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     command.set_defaults(run=_show_info)
+    command = commands.add_parser(
+        "plan",
+        help="what training a network on cut images would keep, send and gather; no device needed",
+        description="Print, for each mesh, what one rank keeps for backward compared with a single device, what it sends "
+        "a training step, and which ops have no rule and gather. Nothing is launched and no memory for images is needed. "
+        "Exits with 2 if the network is not found or does not take such images.",
+        epilog="example: torchtp plan torchvision.models:resnet50 --shape 1,3,2160,3840 --mesh w=4 --mesh h=2,w=2",
+    )
+    command.add_argument(
+        "network", metavar="MODULE:CALLABLE", help="what makes the torch.nn.Module when called without arguments"
+    )
+    command.add_argument(
+        "--shape", type=_shape, action="append", required=True, metavar="N,C,H,W",
+        help="of the images a data rank passes; again for every further image the network takes",
+    )  # fmt: skip
+    command.add_argument(
+        "--mesh", type=_mesh, action="append", required=True, metavar="h=2,w=2",
+        help="number of ranks that cut H, W, D (h, w, d), and of data ranks (data); again for every mesh to compare",
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, help="of network and images (default: the network's own)")
+    command.add_argument("--eval", action="store_true", help="the network in evaluation mode, as for a frozen one")
+    command.add_argument("--details", action="store_true", help="list every gather and what is wasteful, for each mesh")
+    command.add_argument("--json", action="store_true", help="print every number as JSON instead of a table")
+    command.set_defaults(run=_show_plan)
     return root
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status (1: torchtp cannot be loaded here, 2: not understood)."""
+    """Run the command line; returns the exit status (1: torchtp cannot be loaded here, 2: not understood or not possible)."""
     root = parser()
     wish = root.parse_args(arguments)
     try:
