@@ -19,8 +19,9 @@
 // All threads of a block have ended a phase before any begins the next. In a phase they may not read what another one
 // writes: that is all a block has to keep for the CPU, which runs them one after the other, to compute the same.
 //
-// A phase for which `reduces(phase)` is true ends with state.partial combined over teams of `team` threads (a power of
-// two) by `combine(low, high)`, in the same order on both sides. From there on every thread of the team has the result.
+// A phase for which `reduces(phase)` is true ends with state.partial combined by `combine(low, high)` over teams: of
+// `team` neighbouring threads those whose numbers are equal modulo `apart` (powers of two, apart at most 32). The order
+// is the same on both sides, and every thread of the team has the result from there on.
 namespace torchtp::kernels {
 
 struct Place {
@@ -48,18 +49,19 @@ void run_phase_on_host(const Program& program, int64_t block, int step, std::vec
     program.template run<kPhase>(Place{block, thread}, step, states[thread], shared);
   }
   if constexpr (Program::reduces(kPhase)) {
-    using Partial = std::decay_t<decltype(states[0].partial)>;
-    const int team = program.team;
+    const int team = program.team, apart = program.apart;
     for (int first = 0; first < Program::kThreads; first += team) {
-      std::vector<Partial> mine(team), next(team);
+      std::vector<std::decay_t<decltype(states[0].partial)>> mine(team), next(team);
       for (int i = 0; i < team; ++i) mine[i] = states[first + i].partial;
-      for (int offset = 1; offset < team && offset < 32; offset *= 2) {
+      for (int offset = apart; offset < team && offset < 32; offset *= 2) {
         for (int i = 0; i < team; ++i) next[i] = Program::combine(mine[i & ~offset], mine[i | offset]);
         std::swap(mine, next);
       }
-      Partial all = mine[0];
-      for (int warp = 32; warp < team; warp += 32) all = Program::combine(all, mine[warp]);
-      for (int i = 0; i < team; ++i) states[first + i].partial = all;
+      for (int i = 0; i < team; ++i) {
+        auto all = mine[i % apart];
+        for (int warp = 32; warp < team; warp += 32) all = Program::combine(all, mine[warp + i % apart]);
+        states[first + i].partial = all;
+      }
     }
   }
 }
@@ -82,7 +84,7 @@ void run_on_host(const Program& program) {
   for (int64_t block = 0; block < blocks; ++block) {
     // Of exactly the size that a launch asks for, and never zero, so that sanitizers and tests see a slip.
     std::vector<Line> shared((program.shared_bytes() + 15) / 16);
-    std::memset(static_cast<void*>(shared.data()), 0xff, shared.size() * sizeof(Line));
+    if (!shared.empty()) std::memset(static_cast<void*>(shared.data()), 0xff, shared.size() * sizeof(Line));
     states.assign(Program::kThreads, typename Program::State{});
     const int steps = program.num_steps(block);
     for (int step = 0; step < steps; ++step) {

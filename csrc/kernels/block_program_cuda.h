@@ -10,7 +10,7 @@
 // The same programs on the device; included by .cu files only. See block_program.h.
 namespace torchtp::kernels {
 
-template <typename Program, typename Partial>
+template <typename Partial>
 __device__ __forceinline__ Partial from_lane(const Partial& mine, int offset) {
   static_assert(sizeof(Partial) % 4 == 0, "a partial result travels in words of 4 bytes");
   constexpr int kWords = sizeof(Partial) / 4;
@@ -26,21 +26,22 @@ __device__ __forceinline__ Partial from_lane(const Partial& mine, int offset) {
 template <typename Program>
 __device__ __forceinline__ void reduce_team(const Program& program, typename Program::State& state) {
   using Partial = std::decay_t<decltype(state.partial)>;
-  const int team = program.team;
+  const int team = program.team, apart = program.apart;
   Partial mine = state.partial;
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    if (offset >= team) break;
-    const Partial other = from_lane<Program>(mine, offset);
+    if (offset < apart || offset >= team) continue;
+    const Partial other = from_lane(mine, offset);
     mine = threadIdx.x & offset ? Program::combine(other, mine) : Program::combine(mine, other);
   }
   if (team > 32) {
-    __shared__ Partial of_warp[Program::kThreads / 32];
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = mine;
+    __shared__ Partial of_warp[Program::kThreads / 32][32];
+    const int lane = threadIdx.x % apart;
+    if (threadIdx.x % 32 == lane) of_warp[threadIdx.x / 32][lane] = mine;
     __syncthreads();
     const int first = threadIdx.x / team * (team / 32);
-    mine = of_warp[first];
-    for (int warp = 1; warp < team / 32; ++warp) mine = Program::combine(mine, of_warp[first + warp]);
+    mine = of_warp[first][lane];
+    for (int warp = 1; warp < team / 32; ++warp) mine = Program::combine(mine, of_warp[first + warp][lane]);
     __syncthreads();
   }
   state.partial = mine;
@@ -110,5 +111,20 @@ void launch_each(const char* name, const Work& work, int64_t total, cudaStream_t
   each_element_kernel<<<static_cast<unsigned>(blocks), 256, 0, stream>>>(work, total);
   require_launched(name, cudaGetLastError());
 }
+
+// What a plan runs on; see run_on_host.h.
+struct RunOnDevice {
+  const char* name;  // for errors
+  cudaStream_t stream;
+
+  template <typename Program>
+  void program(const Program& program) const {
+    launch_program(name, program, stream);
+  }
+  template <typename Work>
+  void each(const Work& work) const {
+    launch_each(name, work, work.total(), stream);
+  }
+};
 
 }  // namespace torchtp::kernels

@@ -5,20 +5,10 @@
 
 #include "core/interval.h"
 #include "kernels/depthwise_plan.h"
+#include "kernels/run_on_host.h"
 
 namespace torchtp::kernels {
 namespace {
-
-struct RunOnHost {
-  template <typename Program>
-  void program(const Program& program) const {
-    run_on_host(program);
-  }
-  template <typename Work>
-  void each(const Work& work) const {
-    for (int64_t i = 0; i < work.total(); ++i) work(i);
-  }
-};
 
 // Outputs of an axis that read no halo row; `low` and `high`: there is a halo on that side.
 Interval interior(const DepthwiseAxis& axis, int32_t in_extent, int32_t out_extent, bool low, bool high) {

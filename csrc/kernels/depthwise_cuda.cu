@@ -6,33 +6,16 @@
 #include "kernels/depthwise_plan.h"
 
 namespace torchtp::kernels {
-namespace {
-
-struct RunOnDevice {
-  cudaStream_t stream;
-
-  template <typename Program>
-  void program(const Program& program) const {
-    launch_program("depthwise", program, stream);
-  }
-  template <typename Work>
-  void each(const Work& work) const {
-    launch_each("depthwise", work, work.total(), stream);
-  }
-};
-
-}  // namespace
-
 template <typename T>
 void launch_depthwise(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
                       Part part, cudaStream_t stream) {
-  run_depthwise(RunOnDevice{stream}, in, weight, bias, out, params, part, false);
+  run_depthwise(RunOnDevice{"depthwise", stream}, in, weight, bias, out, params, part, false);
 }
 
 template <typename T>
 void launch_depthwise_input_grad(const HaloPlanes<T>& grad_out, const T* weight, T* grad_in,
                                  const DepthwiseParams& params, Part part, cudaStream_t stream) {
-  run_depthwise_input_grad(RunOnDevice{stream}, grad_out, weight, grad_in, params, part);
+  run_depthwise_input_grad(RunOnDevice{"depthwise_input_grad", stream}, grad_out, weight, grad_in, params, part);
 }
 
 #define TORCHTP_DEPTHWISE(T)                                                                                  \

@@ -1,8 +1,30 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
+#include "core/host_device.h"
+
 namespace torchtp::kernels {
+
+// The arithmetic that all layouts and devices share.
+template <typename A>
+TORCHTP_HOST_DEVICE A layer_norm_rstd(A variance, A eps) {
+  return A(1) / std::sqrt(variance + eps);
+}
+template <typename A>
+TORCHTP_HOST_DEVICE A layer_norm_normed(A x, A mean, A rstd) {
+  return (x - mean) * rstd;
+}
+template <typename A>
+TORCHTP_HOST_DEVICE A layer_norm_apply(A x, A mean, A rstd, A weight, A bias) {
+  return layer_norm_normed(x, mean, rstd) * weight + bias;
+}
+// Of x, from the weighted gradient, its mean over the channels and its mean product with what was normed.
+template <typename A>
+TORCHTP_HOST_DEVICE A layer_norm_grad(A weighted, A normed, A rstd, A mean, A dot) {
+  return rstd * (weighted - mean - normed * dot);
+}
 
 // Layer norm over the channels of a contiguous [batches, channels, inner]: each of batches * inner positions is normed
 // over its `channels` elements, which lie `inner` apart. Positions are done in blocks that stay in the cache, so that

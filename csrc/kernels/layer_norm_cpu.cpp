@@ -2,7 +2,6 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "kernels/layer_norm.h"
@@ -48,14 +47,14 @@ void layer_norm_channels_first_cpu(const T* x, const A* weight, const A* bias, d
         square[i] += off * off;
       }
     }
-    for (int64_t i = 0; i < n; ++i) factor[i] = A(1) / std::sqrt(square[i] * each + static_cast<A>(eps));
+    for (int64_t i = 0; i < n; ++i) factor[i] = layer_norm_rstd(square[i] * each, static_cast<A>(eps));
     for (int64_t c = 0; c < params.channels; ++c) {
       const T* in = x + place + c * params.inner;
       T* out = y + place + c * params.inner;
       const A w = weight ? weight[c] : A(1), b = bias ? bias[c] : A(0);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        out[i] = static_cast<T>((static_cast<A>(in[i]) - middle[i]) * factor[i] * w + b);
+        out[i] = static_cast<T>(layer_norm_apply(static_cast<A>(in[i]), middle[i], factor[i], w, b));
       }
     }
   });
@@ -82,7 +81,7 @@ void layer_norm_channels_first_backward_cpu(const T* dy, const T* x, const A* we
 #pragma omp simd reduction(+ : dw, db)
       for (int64_t i = 0; i < n; ++i) {
         const A grad = static_cast<A>(g[i]);
-        const A product = grad * (static_cast<A>(in[i]) - middle[i]) * factor[i];
+        const A product = grad * layer_norm_normed(static_cast<A>(in[i]), middle[i], factor[i]);
         dw += product;
         db += grad;
         sum[i] += grad * w;
@@ -103,8 +102,8 @@ void layer_norm_channels_first_backward_cpu(const T* dy, const T* x, const A* we
       const A w = weight ? weight[c] : A(1);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        const A normed = (static_cast<A>(in[i]) - middle[i]) * factor[i];
-        out[i] = static_cast<T>(factor[i] * (static_cast<A>(g[i]) * w - sum[i] - normed * dot[i]));
+        const A normed = layer_norm_normed(static_cast<A>(in[i]), middle[i], factor[i]);
+        out[i] = static_cast<T>(layer_norm_grad(static_cast<A>(g[i]) * w, normed, factor[i], sum[i], dot[i]));
       }
     }
   });

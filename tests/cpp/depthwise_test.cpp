@@ -3,8 +3,6 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#include <cmath>
-#include <limits>
 #include <string>
 
 #include "check.h"
@@ -15,32 +13,11 @@ using kernels::Part;
 using test::DepthwiseCase;
 using test::HaloCase;
 using test::Image;
+using test::needs;
+using test::readers;
+using test::Setting;
 
 namespace {
-
-struct Setting {
-  int64_t kernel, stride, padding, dilation;
-  int64_t batches, channels, height, width;
-  int64_t ranks_y, ranks_x;
-};
-
-template <typename T>
-void check_close(const std::vector<T>& found, const std::vector<T>& expected, const std::string& what) {
-  CHECK_EQUAL(found.size(), expected.size());
-  // Everything is a multiple of 1/256 and small: sums are exact in float, whatever their order.
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (!(static_cast<float>(found[i]) == static_cast<float>(expected[i]))) {
-      test::fail(__FILE__, __LINE__,
-                 what + ": element " + std::to_string(i) + " is " + std::to_string(static_cast<float>(found[i])) +
-                     ", expected " + std::to_string(static_cast<float>(expected[i])));
-    }
-  }
-}
-
-template <typename T>
-std::vector<T> poisoned(int64_t count) {
-  return std::vector<T>(count, static_cast<T>(std::numeric_limits<float>::quiet_NaN()));
-}
 
 template <typename T>
 void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image& in, const Image& out,
@@ -49,39 +26,31 @@ void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image&
   const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
   const Interval out_rows = owned(out.height, s.ranks_y, rank_y), out_columns = owned(out.width, s.ranks_x, rank_x);
   const auto params = convolution.params(in, in_rows, in_columns, out_rows, out_columns, channels_last);
-  const auto needs = [](const Interval& outputs, const Window& window, int64_t extent) {
-    return intersect(read_by(outputs, window), {0, extent});
-  };
   const HaloCase<T> x(in, in_rows, in_columns, needs(out_rows, convolution.y, s.height),
                       needs(out_columns, convolution.x, s.width), channels_last);
-  const auto readers = [](const Interval& inputs, const Window& window, int64_t extent) {
-    return intersect(readers_of(inputs, window), {0, extent});
-  };
   const HaloCase<T> dy(grad_out, out_rows, out_columns, readers(in_rows, convolution.y, out.height),
                        readers(in_columns, convolution.x, out.width), channels_last);
   const auto y_expected = test::cropped<T>(out, out_rows, out_columns, channels_last);
   const auto dx_expected = test::cropped<T>(grad_in, in_rows, in_columns, channels_last);
-  const std::string name = "kernel " + std::to_string(s.kernel) + ", stride " + std::to_string(s.stride) + ", rank " +
-                           std::to_string(rank_y) + " " + std::to_string(rank_x) +
-                           (channels_last ? ", channels last" : ", channels first");
+  const std::string name = s.name(rank_y, rank_x, channels_last);
 
-  auto y = poisoned<T>(y_expected.size()), dx = poisoned<T>(dx_expected.size());
+  auto y = test::poisoned<T>(y_expected.size()), dx = test::poisoned<T>(dx_expected.size());
   kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kAll);
-  check_close(y, y_expected, name + ", forward");
+  test::check_same(y, y_expected, name + ", forward");
   kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kAll);
-  check_close(dx, dx_expected, name + ", gradient of the input");
+  test::check_same(dx, dx_expected, name + ", gradient of the input");
 
   // The interior before the halos are there: it may not touch them.
   auto alone = x.planes, grad_alone = dy.planes;
   for (auto* planes : {&alone, &grad_alone}) planes->above = planes->below = planes->left = planes->right = nullptr;
-  y = poisoned<T>(y.size());
-  dx = poisoned<T>(dx.size());
+  y = test::poisoned<T>(y.size());
+  dx = test::poisoned<T>(dx.size());
   kernels::depthwise_cpu(alone, weight.data(), bias.data(), y.data(), params, Part::kInterior);
   kernels::depthwise_input_grad_cpu(grad_alone, weight.data(), dx.data(), params, Part::kInterior);
   kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kBorder);
   kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kBorder);
-  check_close(y, y_expected, name + ", forward in two parts");
-  check_close(dx, dx_expected, name + ", gradient of the input in two parts");
+  test::check_same(y, y_expected, name + ", forward in two parts");
+  test::check_same(dx, dx_expected, name + ", gradient of the input in two parts");
 }
 
 template <typename T>

@@ -1,9 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "check.h"
 #include "core/interval.h"
 #include "kernels/depthwise.h"
 
@@ -92,6 +95,46 @@ struct HaloCase {
               right.data()};
   }
 };
+
+template <typename T>
+std::vector<T> poisoned(int64_t count) {
+  return std::vector<T>(count, static_cast<T>(std::numeric_limits<float>::quiet_NaN()));
+}
+
+// Bit for bit: values are small multiples of 1/256, so that sums are exact in float, whatever their order.
+template <typename T>
+void check_same(const std::vector<T>& found, const std::vector<T>& expected, const std::string& what) {
+  CHECK_EQUAL(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    const float here = found[i], there = expected[i];
+    if (!(here == there)) {
+      fail(__FILE__, __LINE__,
+           what + ": element " + std::to_string(i) + " is " + std::to_string(here) + ", expected " +
+               std::to_string(there));
+    }
+  }
+}
+
+// A square window on images cut over ranks_y x ranks_x ranks.
+struct Setting {
+  int64_t kernel, stride, padding, dilation;
+  int64_t batches, channels, height, width;
+  int64_t ranks_y, ranks_x;
+
+  std::string name(int64_t rank_y, int64_t rank_x, bool channels_last) const {
+    return "kernel " + std::to_string(kernel) + ", stride " + std::to_string(stride) + ", rank " +
+           std::to_string(rank_y) + " " + std::to_string(rank_x) +
+           (channels_last ? ", channels last" : ", channels first");
+  }
+};
+
+// Rows that the windows of `outputs` read; outputs that read any of `inputs`.
+inline Interval needs(const Interval& outputs, const Window& window, int64_t extent) {
+  return intersect(read_by(outputs, window), {0, extent});
+}
+inline Interval readers(const Interval& inputs, const Window& window, int64_t extent) {
+  return intersect(readers_of(inputs, window), {0, extent});
+}
 
 // A depthwise convolution of the whole image, and its gradients.
 struct DepthwiseCase {

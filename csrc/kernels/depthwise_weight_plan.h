@@ -1,0 +1,91 @@
+#pragma once
+
+#include "kernels/depthwise_any.h"
+#include "kernels/depthwise_weight_grad.h"
+#include "kernels/depthwise_weight_tile.h"
+#include "kernels/split_sum.h"
+
+// Which program computes the gradient of the filters; see depthwise_plan.h for Run.
+namespace torchtp::kernels {
+
+// Any kernel, stride and dilation: one tap of one channel over the output rows of one split.
+template <typename T, bool kChannelsLast>
+struct DepthwiseWeightAny {
+  HaloPlanes<T> in;
+  HaloPlanes<T> grad_out;
+  float* partial;  // [splits, C, taps]
+  DepthwiseParams params;
+  int32_t splits;
+
+  TORCHTP_HOST_DEVICE int32_t taps() const { return params.y.kernel * params.x.kernel; }
+  TORCHTP_HOST_DEVICE int32_t rows() const { return grad_out.end_row() - grad_out.first_row(); }
+  int64_t total() const { return int64_t{splits} * params.channels * taps(); }
+  TORCHTP_HOST_DEVICE void operator()(int64_t index) const {
+    // Neighbouring threads read neighbours in memory: taps of a row, or channels.
+    const int64_t of_split = int64_t{params.channels} * taps();
+    const int64_t split = index / of_split, rest = index % of_split;
+    const auto c = static_cast<int32_t>(kChannelsLast ? rest % params.channels : rest / taps());
+    const auto tap = static_cast<int32_t>(kChannelsLast ? rest / params.channels : rest % taps());
+    const int32_t ky = tap / params.x.kernel, kx = tap % params.x.kernel;
+    const int64_t units = params.batches * rows();
+    float sum = 0;
+    for (int64_t unit = units * split / splits; unit < units * (split + 1) / splits; ++unit) {
+      const int64_t n = unit / rows();
+      const int32_t y = grad_out.first_row() + static_cast<int32_t>(unit % rows());
+      const int32_t in_y = y * params.y.stride + ky * params.y.dilation - params.y.offset;
+      if (in_y < in.first_row() || in_y >= in.end_row()) continue;
+      for (int32_t x = grad_out.first_column(); x < grad_out.end_column(); ++x) {
+        const int32_t in_x = x * params.x.stride + kx * params.x.dilation - params.x.offset;
+        sum += halo_at<T, kChannelsLast>(grad_out, n, c, y, x) * halo_at<T, kChannelsLast>(in, n, c, in_y, in_x);
+      }
+    }
+    partial[(split * params.channels + c) * taps() + tap] = sum;
+  }
+
+  static int32_t splits_of(const DepthwiseParams& params) {
+    const int64_t each = int64_t{params.channels} * params.y.kernel * params.x.kernel;
+    const int64_t most = params.batches * params.out_height, enough = ((int64_t{1} << 18) + each - 1) / each;
+    const int64_t splits = most < enough ? most : enough;
+    return static_cast<int32_t>(splits > 0 ? splits : 1);
+  }
+};
+
+template <int kKernel, bool kChannelsLast, typename T, typename Run>
+int32_t run_weight_tile(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
+                        const DepthwiseParams& params) {
+  using Tile = DepthwiseWeightTile<T, kKernel, kChannelsLast>;
+  const DepthwiseParams back = input_grad_as_forward(params);
+  const Tile tile = grad_out.has_halo()
+                        ? Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true)
+                        : Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false);
+  run.program(tile);
+  return tile.splits;
+}
+
+template <bool kChannelsLast, typename T, typename Run>
+int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
+                          const DepthwiseParams& params) {
+  const HaloPlanes<T>& points = grad_out.has_halo() ? in : grad_out;
+  if (params.batches * params.channels * points.height * points.width == 0) return 0;
+  const bool square = params.y.kernel == params.x.kernel, both = in.has_halo() && grad_out.has_halo();
+  if (square && !both && unit_steps(params)) {
+    if (params.y.kernel == 3) return run_weight_tile<3, kChannelsLast>(run, in, grad_out, scratch, params);
+    if (params.y.kernel == 5) return run_weight_tile<5, kChannelsLast>(run, in, grad_out, scratch, params);
+    if (params.y.kernel == 7) return run_weight_tile<7, kChannelsLast>(run, in, grad_out, scratch, params);
+  }
+  using Any = DepthwiseWeightAny<T, kChannelsLast>;
+  const Any any{in, grad_out, scratch, params, Any::splits_of(params)};
+  run.each(any);
+  return any.splits;
+}
+
+template <typename T, typename Run>
+void run_depthwise_weight_grad(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, T* grad_weight,
+                               float* scratch, const DepthwiseParams& params) {
+  const int64_t count = int64_t{params.channels} * params.y.kernel * params.x.kernel;
+  const int32_t splits = params.channels_last ? run_weight_splits<true>(run, in, grad_out, scratch, params)
+                                              : run_weight_splits<false>(run, in, grad_out, scratch, params);
+  run.program(SplitSum<T>{scratch, grad_weight, count, splits});
+}
+
+}  // namespace torchtp::kernels

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "kernels/block_program.h"
+
+namespace torchtp::kernels {
+
+// What a plan runs on: the CPU here, a stream in block_program_cuda.h.
+struct RunOnHost {
+  template <typename Program>
+  void program(const Program& program) const {
+    run_on_host(program);
+  }
+  // Independent work of one element each.
+  template <typename Work>
+  void each(const Work& work) const {
+    for (int64_t i = 0; i < work.total(); ++i) work(i);
+  }
+};
+
+}  // namespace torchtp::kernels

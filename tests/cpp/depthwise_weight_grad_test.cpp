@@ -1,0 +1,106 @@
+#include "kernels/depthwise_weight_grad.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "check.h"
+#include "halo_case.h"
+
+using namespace torchtp;
+using test::DepthwiseCase;
+using test::HaloCase;
+using test::Image;
+using test::Setting;
+
+namespace {
+
+// [C * taps] of one rank; `scratch` of exactly the size that was asked for.
+template <typename T>
+std::vector<T> weight_grad(const HaloCase<T>& in, const HaloCase<T>& grad_out, const kernels::DepthwiseParams& params) {
+  const int64_t floats = kernels::depthwise_weight_grad_scratch(in.planes, grad_out.planes, params);
+  auto scratch = test::poisoned<float>(floats);
+  auto grad = test::poisoned<T>(int64_t{params.channels} * params.y.kernel * params.x.kernel);
+  kernels::depthwise_weight_grad_cpu(in.planes, grad_out.planes, grad.data(), scratch.data(), params);
+  return grad;
+}
+
+template <typename T>
+void check(const Setting& s) {
+  const Window window{s.kernel, s.stride, s.padding, s.dilation};
+  const DepthwiseCase convolution{window, window};
+  const Image in = test::random_image(s.batches, s.channels, s.height, s.width, 1);
+  const Image grad_out =
+      test::random_image(s.batches, s.channels, output_extent(window, s.height), output_extent(window, s.width), 2);
+  for (int64_t rank_y = 0; rank_y < s.ranks_y; ++rank_y)
+    for (int64_t rank_x = 0; rank_x < s.ranks_x; ++rank_x)
+      for (bool channels_last : {false, true}) {
+        const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
+        const Interval out_rows = owned(grad_out.height, s.ranks_y, rank_y),
+                       out_columns = owned(grad_out.width, s.ranks_x, rank_x);
+        const auto params = convolution.params(in, in_rows, in_columns, out_rows, out_columns, channels_last);
+        const std::string name = s.name(rank_y, rank_x, channels_last);
+
+        // Own input, gradient with its halo: products are counted by the owner of the input.
+        const HaloCase<T> own_in(in, in_rows, in_columns, in_rows, in_columns, channels_last);
+        const HaloCase<T> wide_grad(grad_out, out_rows, out_columns, test::readers(in_rows, window, grad_out.height),
+                                    test::readers(in_columns, window, grad_out.width), channels_last);
+        test::check_same(weight_grad(own_in, wide_grad, params),
+                         test::converted<T>(convolution.weight_grad(in, grad_out, in_rows, in_columns)),
+                         name + ", halo of the gradient");
+
+        // Own gradient, input with its halo: counted by the owner of the gradient.
+        const HaloCase<T> own_grad(grad_out, out_rows, out_columns, out_rows, out_columns, channels_last);
+        const HaloCase<T> wide_in(in, in_rows, in_columns, test::needs(out_rows, window, s.height),
+                                  test::needs(out_columns, window, s.width), channels_last);
+        Image own_only(grad_out.batches, grad_out.channels, grad_out.height, grad_out.width);
+        for (int64_t n = 0; n < s.batches; ++n)
+          for (int64_t c = 0; c < s.channels; ++c)
+            for (int64_t y = out_rows.begin; y < out_rows.end; ++y)
+              for (int64_t x = out_columns.begin; x < out_columns.end; ++x)
+                own_only.at(n, c, y, x) = grad_out.at(n, c, y, x);
+        test::check_same(weight_grad(wide_in, own_grad, params),
+                         test::converted<T>(convolution.weight_grad(in, own_only, {0, s.height}, {0, s.width})),
+                         name + ", halo of the input");
+      }
+}
+
+void one_rank() {
+  check<float>({7, 1, 3, 1, 2, 3, 20, 24, 1, 1});
+  check<float>({3, 1, 1, 1, 3, 35, 9, 11, 1, 1});
+  check<float>({5, 1, 2, 1, 1, 4, 17, 70, 1, 1});
+  check<float>({7, 1, 0, 1, 1, 2, 19, 9, 1, 1});
+}
+
+void halos_of_every_side() {
+  check<float>({7, 1, 3, 1, 1, 4, 24, 40, 3, 3});
+  check<float>({3, 1, 1, 1, 2, 3, 10, 30, 2, 3});
+  check<float>({5, 1, 2, 1, 1, 2, 13, 29, 2, 2});
+}
+
+void shards_narrower_than_the_kernel_or_empty() {
+  check<float>({7, 1, 3, 1, 1, 3, 5, 9, 4, 4});
+  check<float>({3, 1, 1, 1, 1, 3, 3, 5, 2, 4});
+}
+
+void every_other_kernel() {
+  check<float>({13, 1, 6, 1, 1, 2, 18, 20, 1, 2});
+  check<float>({3, 2, 1, 1, 1, 3, 17, 23, 2, 3});
+  check<float>({7, 2, 3, 1, 1, 2, 21, 20, 2, 2});
+  check<float>({3, 1, 2, 2, 1, 3, 12, 14, 2, 2});
+  check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
+}
+
+void half_precision() {
+  check<c10::BFloat16>({3, 1, 1, 1, 1, 8, 16, 24, 2, 2});
+  check<c10::Half>({7, 1, 3, 1, 1, 4, 24, 32, 1, 2});
+}
+
+}  // namespace
+
+int main() {
+  return test::run({{"one rank", one_rank},
+                    {"halos of every side", halos_of_every_side},
+                    {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
+                    {"every other kernel", every_other_kernel},
+                    {"half precision", half_precision}});
+}
