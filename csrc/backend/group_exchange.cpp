@@ -1,16 +1,27 @@
 #include "backend/group_exchange.h"
 
+#include <algorithm>
 #include <cstring>
 
-#include "core/error.h"
+#include "core/format.h"
 
 namespace torchtp::backend {
 namespace {
 
-// The sender's layout travels in front of the payload; 64 bytes keep the payload aligned.
+// gloo ends a process that is sent more than it asked for, so a message's size is agreed on before it is met: the first
+// message to a peer always has as many bytes, the header and as much of the payload as fits; what is left follows in a
+// second one whose tag tells its size, so that a receiver with another size in mind never meets it.
 constexpr size_t kHeaderBytes = 64;
-// Tags wrap: far more than the exchanges that can be under way at once.
-constexpr uint64_t kNumTags = 1 << 16;
+constexpr size_t kFirstBytes = 16384;
+constexpr size_t kFirstPayload = kFirstBytes - kHeaderBytes;
+
+// Tags wrap: far later than as many exchanges can be under way at once.
+int first_tag(uint64_t ticket) { return static_cast<int>(ticket % (1 << 16)); }
+
+int rest_tag(uint64_t ticket, size_t num_bytes) {
+  const uint64_t size = (num_bytes ^ (num_bytes >> 20)) % (1 << 20);
+  return static_cast<int>((1u << 30) | (ticket % (1 << 10)) << 20 | size);
+}
 
 struct Header {
   uint64_t ticket;
@@ -21,7 +32,7 @@ struct Header {
 std::byte* bytes_of(const at::Tensor& buffer) { return reinterpret_cast<std::byte*>(buffer.data_ptr<uint8_t>()); }
 
 at::Tensor make_buffer(size_t num_bytes) {
-  return at::empty({static_cast<int64_t>(kHeaderBytes + num_bytes)}, at::TensorOptions().dtype(at::kByte));
+  return at::empty({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
 }
 
 }  // namespace
@@ -35,25 +46,42 @@ uint64_t GroupExchange::start(std::vector<exchange::Send> sends, std::vector<exc
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    ticket = next_ticket_++;
+    ticket = ++last_ticket_;
   }
-  const int tag = static_cast<int>(ticket % kNumTags);
   Pending pending;
+  std::stable_sort(receives.begin(), receives.end(),
+                   [](const exchange::Receive& a, const exchange::Receive& b) { return a.peer < b.peer; });
+  const auto ask = [&](size_t num_bytes, int peer, int tag) {
+    std::vector<at::Tensor> list{make_buffer(num_bytes)};
+    auto work = group->recv(list, peer, tag);
+    return Message{std::move(list[0]), std::move(work)};
+  };
   for (exchange::Receive& receive : receives) {
-    at::Tensor buffer = make_buffer(receive.num_bytes);
-    std::vector<at::Tensor> list{buffer};
-    auto work = group->recv(list, receive.peer, tag);
-    pending.arrivals.push_back({std::move(receive), std::move(buffer), std::move(work)});
+    Message first = ask(kFirstBytes, receive.peer, first_tag(ticket));
+    Arrival arrival{std::move(receive), std::move(first), {}};
+    const size_t num_bytes = arrival.receive.num_bytes;
+    if (num_bytes > kFirstPayload) {
+      arrival.rest = ask(num_bytes - kFirstPayload, arrival.receive.peer, rest_tag(ticket, num_bytes));
+    }
+    pending.arrivals.push_back(std::move(arrival));
   }
-  for (const exchange::Send& send : sends) {
-    at::Tensor buffer = make_buffer(send.num_bytes);
-    const Header header{ticket, send.num_bytes, send.layout};
-    std::memset(bytes_of(buffer), 0, kHeaderBytes);
-    std::memcpy(bytes_of(buffer), &header, sizeof(header));
-    send.source->read(0, bytes_of(buffer) + kHeaderBytes, send.num_bytes);
+  const auto give = [&](at::Tensor buffer, int peer, int tag) {
     std::vector<at::Tensor> list{buffer};
-    auto work = group->send(list, send.peer, tag);
+    auto work = group->send(list, peer, tag);
     pending.departures.push_back({std::move(buffer), std::move(work)});
+  };
+  for (const exchange::Send& send : sends) {
+    at::Tensor first = make_buffer(kFirstBytes);
+    const Header header{ticket, send.num_bytes, send.layout};
+    std::memset(bytes_of(first), 0, kHeaderBytes);
+    std::memcpy(bytes_of(first), &header, sizeof(header));
+    const size_t begun = std::min(send.num_bytes, kFirstPayload);
+    if (begun > 0) send.source->read(0, bytes_of(first) + kHeaderBytes, begun);
+    give(std::move(first), send.peer, first_tag(ticket));
+    if (begun == send.num_bytes) continue;
+    at::Tensor rest = make_buffer(send.num_bytes - begun);
+    send.source->read(begun, bytes_of(rest), send.num_bytes - begun);
+    give(std::move(rest), send.peer, rest_tag(ticket, send.num_bytes));
   }
   std::lock_guard<std::mutex> lock(mutex_);
   pending_.emplace(ticket, std::move(pending));
@@ -65,22 +93,28 @@ void GroupExchange::finish(uint64_t ticket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = pending_.find(ticket);
-    if (found == pending_.end()) throw Error("exchange: ticket " + std::to_string(ticket) + " is not under way");
+    if (found == pending_.end()) throw Error(cat("no exchange ", ticket, " is under way"));
     pending = std::move(found->second);
     pending_.erase(found);
   }
   for (Arrival& arrival : pending.arrivals) {
-    arrival.work->wait();
+    arrival.first.work->wait();
     Header header;
-    std::memcpy(&header, bytes_of(arrival.buffer), sizeof(header));
-    if (header.ticket != ticket || header.num_bytes != arrival.receive.num_bytes) {
-      throw Error("exchange " + std::to_string(ticket) + ": rank " + std::to_string(arrival.receive.peer) + " sent " +
-                  std::to_string(header.num_bytes) + " bytes of exchange " + std::to_string(header.ticket) +
-                  ", but rank " + std::to_string(rank_) + " waits for " + std::to_string(arrival.receive.num_bytes));
+    std::memcpy(&header, bytes_of(arrival.first.buffer), sizeof(header));
+    const exchange::Receive& receive = arrival.receive;
+    if (header.ticket != ticket || header.num_bytes != receive.num_bytes) {
+      throw Error(cat("rank ", rank_, " expects ", receive.num_bytes, " bytes from rank ", receive.peer, " (exchange ",
+                      ticket, "), but rank ", receive.peer, " sent ", header.num_bytes, " bytes (exchange ",
+                      header.ticket, ")"));
     }
-    arrival.receive.sink->write(header.layout, 0, bytes_of(arrival.buffer) + kHeaderBytes, header.num_bytes);
+    if (receive.num_bytes == 0) continue;
+    const size_t begun = std::min(receive.num_bytes, kFirstPayload);
+    receive.sink->write(header.layout, 0, bytes_of(arrival.first.buffer) + kHeaderBytes, begun);
+    if (begun == receive.num_bytes) continue;
+    arrival.rest.work->wait();
+    receive.sink->write(header.layout, begun, bytes_of(arrival.rest.buffer), receive.num_bytes - begun);
   }
-  for (Departure& departure : pending.departures) departure.work->wait();
+  for (Message& departure : pending.departures) departure.work->wait();
 }
 
 }  // namespace torchtp::backend

@@ -9,7 +9,7 @@
 
 namespace torchtp::backend {
 
-// Exchange by ordinary point-to-point calls of any c10d group (gloo, mpi, ...): one message a peer, packed whole.
+// Exchange by ordinary point-to-point calls of any c10d group (gloo, mpi, ...): one message a peer, or two.
 class GroupExchange : public exchange::Exchange {
  public:
   explicit GroupExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
@@ -20,25 +20,25 @@ class GroupExchange : public exchange::Exchange {
   void finish(uint64_t ticket) override;
 
  private:
-  struct Arrival {
-    exchange::Receive receive;
+  struct Message {
     at::Tensor buffer;
     c10::intrusive_ptr<c10d::Work> work;
   };
-  struct Departure {
-    at::Tensor buffer;
-    c10::intrusive_ptr<c10d::Work> work;
+  struct Arrival {
+    exchange::Receive receive;
+    Message first;
+    Message rest;
   };
   struct Pending {
     std::vector<Arrival> arrivals;
-    std::vector<Departure> departures;
+    std::vector<Message> departures;
   };
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   const int rank_;
   const int size_;
   std::mutex mutex_;
-  uint64_t next_ticket_ = 0;
+  uint64_t last_ticket_ = 0;
   std::map<uint64_t, Pending> pending_;
 };
 
