@@ -15,6 +15,8 @@ CASES = {
     "shrinking": {"scale_factor": 0.6, "mode": "bilinear"},
     "nearest": {"scale_factor": 2},
     "exact": {"size": (4, 17), "mode": "nearest-exact"},
+    "antialiased": {"size": (3, 4), "mode": "bilinear", "antialias": True},
+    "antialiased bicubic": {"scale_factor": (0.5, 1.7), "mode": "bicubic", "antialias": True},
     "bicubic": {"scale_factor": (1.5, 2.3), "mode": "bicubic"},
 }
 

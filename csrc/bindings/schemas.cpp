@@ -56,7 +56,7 @@ TORCH_LIBRARY(torchtp, m) {
   m.def("avg_pool(Tensor input, " AVG_POOL ", " CUT ") -> Tensor");
   m.def("avg_pool_backward(Tensor grad_output, int[] input_sizes, " AVG_POOL ", " CUT ") -> Tensor");
 
-  // mode: nearest, nearest-exact, linear or cubic; output_size is global; a scale of 0 means from the sizes.
+  // mode: nearest, nearest-exact, linear, cubic, linear-antialias or cubic-antialias; output_size is global; a scale of 0 means from the sizes.
   m.def("interpolate(Tensor input, " INTERPOLATE ", " CUT ") -> Tensor");
   m.def("interpolate_backward(Tensor grad_output, int[] input_sizes, " INTERPOLATE ", " CUT ") -> Tensor");
 }

@@ -5,7 +5,8 @@
 namespace torchtp::kernels {
 
 // Resampling of the middle dim of a dense [outer, in_extent, inner] array to [outer, out_extent, inner]:
-// out[o] = sum over k < taps of weights[o * taps + k] * in[places[o * taps + k]].
+// out[o] = sum over k < taps of weights[o * taps + k] * in[places[o * taps + k]]. With more than two taps the places of
+// an output may end early, with a negative one.
 struct Interpolation {
   int64_t in_extent;
   int64_t out_extent;

@@ -21,7 +21,7 @@ void interpolate_cpu(const T* in, T* out, const Interpolation& params, int64_t b
         for (int64_t i = 0; i < inner; ++i) target[i] = u * a[i] + v * b[i];
       } else {
         std::fill_n(target, inner, T(0));
-        for (int64_t k = 0; k < taps; ++k) {
+        for (int64_t k = 0; k < taps && places[k] >= 0; ++k) {
           const T* const source = plane + places[k] * inner;
           const T weight = static_cast<T>(weights[k]);
           for (int64_t i = 0; i < inner; ++i) target[i] += weight * source[i];
@@ -38,7 +38,7 @@ void interpolate_adjoint_cpu(const T* out, T* in, const Interpolation& params, i
     T* const plane = in + outer * params.in_extent * inner;
     const T* source = out + outer * params.out_extent * inner;
     for (int64_t o = 0; o < params.out_extent; ++o, source += inner) {
-      for (int64_t k = 0; k < taps; ++k) {
+      for (int64_t k = 0; k < taps && params.places[o * taps + k] >= 0; ++k) {
         T* const target = plane + params.places[o * taps + k] * inner;
         const T weight = static_cast<T>(params.weights[o * taps + k]);
         for (int64_t i = 0; i < inner; ++i) target[i] += weight * source[i];

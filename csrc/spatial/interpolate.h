@@ -10,7 +10,7 @@
 namespace torchtp::spatial {
 
 // What F.interpolate was asked for: one output size and one scale (0: from the sizes) for each spatial dim, global.
-// `mode` is nearest, nearest-exact, linear (of as many dims as there are) or cubic.
+// `mode` is nearest, nearest-exact, linear (of as many dims as there are) or cubic; the last two also with -antialias.
 struct InterpolateParams {
   std::string mode;
   std::vector<int64_t> output_size;

@@ -28,7 +28,9 @@ OwnTaps make_own_taps(const Resampling& dim) {
   const int64_t first = own.outputs.begin * taps.each, last = own.outputs.end * taps.each;
   own.places.assign(taps.places.begin() + first, taps.places.begin() + last);
   own.weights.assign(taps.weights.begin() + first, taps.weights.begin() + last);
-  for (int64_t& place : own.places) place -= own.frame.begin;
+  for (int64_t& place : own.places) {
+    if (place != Taps::kNone) place -= own.frame.begin;
+  }
   // An extent that stays may still be resampled: a given scale moves the taps of the nearest modes.
   own.copies = dim.size == 0 && dim.in_extent == dim.out_extent && taps.each == 1;
   for (int64_t row = 0; own.copies && row < dim.in_extent; ++row) own.copies = own.places[row] == row;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace torchtp::spatial {
 namespace {
@@ -31,6 +32,7 @@ class Coordinates {
     const T place = step_ * (output + T(0.5)) - T(0.5);
     return !cubic && place < 0 ? T(0) : place;
   }
+  T step() const { return step_; }
 
  private:
   bool align_corners_;
@@ -74,6 +76,57 @@ Taps cubic_taps(int64_t in_extent, int64_t out_extent, double scale, bool align_
   return taps;
 }
 
+// Antialiased: the filter, `radius` wide at either side, is stretched by the step where rows become fewer, and the
+// weights of its taps sum to 1. Coordinates are rounded where ATen rounds them: the half is a double.
+template <typename T, typename Filter>
+Taps antialiased_taps(int64_t in_extent, int64_t out_extent, double scale, bool align_corners, T radius,
+                      const Filter& filter) {
+  const T step = Coordinates<T>(in_extent, out_extent, scale, align_corners).step();
+  const T support = step >= 1 ? radius * step : radius, shrink = step >= 1 ? 1 / step : T(1);
+  Taps taps{2 * static_cast<int64_t>(std::ceil(support)) + 1, {}, {}};
+  std::vector<T> weights;
+  for (int64_t o = 0; o < out_extent; ++o) {
+    const T center = static_cast<T>(step * (o + 0.5));
+    const int64_t first = std::max<int64_t>(static_cast<int64_t>(center - support + 0.5), 0);
+    const int64_t last = std::min({static_cast<int64_t>(center + support + 0.5), in_extent, first + taps.each});
+    weights.clear();
+    T sum = 0;
+    for (int64_t row = first; row < last; ++row) {
+      weights.push_back(filter(static_cast<T>((row - center + 0.5) * shrink)));
+      sum += weights.back();
+    }
+    for (int64_t k = 0; k < taps.each; ++k) {
+      const bool taken = first + k < last;
+      taps.places.push_back(taken ? first + k : Taps::kNone);
+      taps.weights.push_back(taken ? static_cast<double>(sum == 0 ? weights[k] : weights[k] / sum) : 0.0);
+    }
+  }
+  return taps;
+}
+
+template <typename T>
+Taps antialiased_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale,
+                      bool align_corners) {
+  if (mode == "linear-antialias") {
+    return antialiased_taps<T>(in_extent, out_extent, scale, align_corners, T(1),
+                               [](T x) { return std::max(1 - std::abs(x), T(0)); });
+  }
+  // Keys' kernel, here with A = -0.5.
+  return antialiased_taps<T>(in_extent, out_extent, scale, align_corners, T(2), [](T x) {
+    const T a = T(-0.5);
+    x = std::abs(x);
+    if (x < 1) return ((a + 2) * x - (a + 3)) * x * x + 1;
+    return x < 2 ? (((x - 5) * x + 8) * x - 4) * a : T(0);
+  });
+}
+
+// One tap an output row, the row itself.
+Taps copying_taps(int64_t extent) {
+  Taps taps{1, std::vector<int64_t>(extent), std::vector<double>(extent, 1.0)};
+  std::iota(taps.places.begin(), taps.places.end(), 0);
+  return taps;
+}
+
 // Rounding decides which row is nearest, and ATen rounds otherwise in backward than in forward, so ATen itself is
 // asked. Forward it resamples the row numbers. Backward it adds ones: as many as a row gets of them, so many outputs in
 // turn are nearest to it.
@@ -102,9 +155,14 @@ Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scal
 }  // namespace
 
 Interval Taps::read_by(const Interval& outputs) const {
-  if (outputs.empty()) return {};
-  const auto range = std::minmax_element(places.begin() + outputs.begin * each, places.begin() + outputs.end * each);
-  return {*range.first, *range.second + 1};
+  Interval range;
+  for (int64_t i = outputs.begin * each; i < outputs.end * each; ++i) {
+    const int64_t place = places[i];
+    if (place == kNone) continue;
+    range = range.empty() ? Interval{place, place + 1}
+                          : Interval{std::min(range.begin, place), std::max(range.end, place + 1)};
+  }
+  return range;
 }
 
 Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
@@ -116,7 +174,16 @@ Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, d
     return wide ? linear_taps<double>(in_extent, out_extent, scale, align_corners)
                 : linear_taps<float>(in_extent, out_extent, scale, align_corners);
   }
-  TORCH_CHECK_VALUE(mode == "cubic", "interpolate: mode is nearest, nearest-exact, linear or cubic, not '", mode, "'");
+  if (mode == "linear-antialias" || mode == "cubic-antialias") {
+    // Like ATen: forward an extent that stays is copied, whatever the scale says; backward the scale is followed.
+    if (in_extent == out_extent && !backward) return copying_taps(in_extent);
+    return wide ? antialiased_taps<double>(mode, in_extent, out_extent, scale, align_corners)
+                : antialiased_taps<float>(mode, in_extent, out_extent, scale, align_corners);
+  }
+  TORCH_CHECK_VALUE(mode == "cubic",
+                    "interpolate: mode is nearest, nearest-exact, linear, cubic, linear-antialias or cubic-antialias, "
+                    "not '",
+                    mode, "'");
   return wide ? cubic_taps<double>(in_extent, out_extent, scale, align_corners)
               : cubic_taps<float>(in_extent, out_extent, scale, align_corners);
 }

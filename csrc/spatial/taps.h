@@ -10,8 +10,10 @@ namespace torchtp::spatial {
 
 // Which input rows make each output row of a dim, and with what weights; all global.
 struct Taps {
+  static constexpr int64_t kNone = -1;
+
   int64_t each = 1;             // taps of one output row
-  std::vector<int64_t> places;  // [output extent * each]
+  std::vector<int64_t> places;  // [output extent * each]; kNone where a row has fewer, at the end of its taps
   std::vector<double> weights;  // [output extent * each]
 
   // Input rows that some output row of `outputs` reads.

@@ -1,4 +1,4 @@
-"""Resampling of cut DTensors: nearest, linear and cubic, forward and backward."""
+"""Resampling of cut DTensors: nearest, linear and cubic, antialiased or not, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ MODES = {
     "upsample_bilinear2d": "linear",
     "upsample_trilinear3d": "linear",
     "upsample_bicubic2d": "cubic",
+    "_upsample_bilinear2d_aa": "linear-antialias",
+    "_upsample_bicubic2d_aa": "cubic-antialias",
 }
 
 ops = torch.ops.torchtp
