@@ -36,20 +36,24 @@ struct Divisors {
 
 Divisors divisors(const PoolGeometry& geometry, const AvgPoolDivisor& divisor, const at::TensorOptions& options) {
   if (divisor.override_by) return {divisor.override_by, {}};
-  at::Tensor each = at::ones({1}, at::TensorOptions().dtype(at::kDouble));
+  std::vector<std::vector<int64_t>> numbers;
   int64_t all = 1;
   bool same = true;
   for (int64_t i = 0; i < geometry.num_spatial(); ++i) {
-    const std::vector<int64_t> numbers = counts(geometry, i, divisor.count_include_pad);
-    all *= numbers[0];
-    same &= std::all_of(numbers.begin(), numbers.end(), [&](int64_t number) { return number == numbers[0]; });
-    std::vector<int64_t> shape(geometry.num_spatial(), 1);
-    shape[i] = static_cast<int64_t>(numbers.size());
-    const at::Tensor row = at::empty(shape, each.options());
-    std::copy(numbers.begin(), numbers.end(), row.mutable_data_ptr<double>());
-    each = at::mul(each, row);
+    numbers.push_back(counts(geometry, i, divisor.count_include_pad));
+    const int64_t first = numbers.back()[0];
+    all *= first;
+    same &= std::all_of(numbers.back().begin(), numbers.back().end(), [&](int64_t one) { return one == first; });
   }
   if (same) return {all, {}};
+  at::Tensor each = at::ones({1}, at::TensorOptions().dtype(at::kDouble));
+  for (int64_t i = 0; i < geometry.num_spatial(); ++i) {
+    std::vector<int64_t> shape(geometry.num_spatial(), 1);
+    shape[i] = static_cast<int64_t>(numbers[i].size());
+    const at::Tensor row = at::empty(shape, each.options());
+    std::copy(numbers[i].begin(), numbers[i].end(), row.mutable_data_ptr<double>());
+    each = at::mul(each, row);
+  }
   return {std::nullopt, each.to(options.dtype(at::isReducedFloatingType(c10::typeMetaToScalarType(options.dtype()))
                                                   ? at::kFloat
                                                   : c10::typeMetaToScalarType(options.dtype())))};
