@@ -1,8 +1,5 @@
 #include "spatial/group_norm.h"
 
-#include <ATen/ops/cat.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include "backend/reduce.h"
@@ -11,16 +8,6 @@
 
 namespace torchtp::spatial {
 namespace {
-
-// One number a (batch, group) as one a (batch, channel).
-at::Tensor to_channels(const at::Tensor& numbers, int64_t channels) {
-  return numbers.to(at::kDouble).repeat_interleave(channels / numbers.size(1), 1);
-}
-
-// Sums of [N, C] over the channels of each group.
-at::Tensor to_groups(const at::Tensor& numbers, int64_t num_groups) {
-  return numbers.view({numbers.size(0), num_groups, -1}).sum(2);
-}
 
 int64_t elements_per_group(const at::Tensor& x, int64_t num_groups) {
   int64_t count = x.size(1) / num_groups;
@@ -42,21 +29,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm(const at::Tensor& inpu
                                                           double eps, const std::vector<std::string>& ranks) {
   check(input, num_groups);
   const at::Tensor x = dense(input);
-  const int64_t batches = x.size(0), channels = x.size(1), count = elements_per_group(x, num_groups);
+  const int64_t batches = x.size(0), members = x.size(1) / num_groups, count = elements_per_group(x, num_groups);
   const Moments each = moments(x);
-  const auto by_channel = [&](const at::Tensor& numbers) {
-    return numbers.view({batches, num_groups, channels / num_groups}).permute({2, 0, 1});
-  };
-  const double inner = static_cast<double>(count) / static_cast<double>(channels / num_groups);
-  const Moments mine = merge(at::full({channels / num_groups, 1, 1}, inner, each.mean.options()),
-                             {by_channel(each.mean), by_channel(each.m2)});
-  const auto [all, total] = merge_over({mine.mean.contiguous(), mine.m2.contiguous()}, count, ranks);
-  const at::Tensor rstd = all.m2.div(total).add_(eps).rsqrt_();
-  at::Tensor scale = to_channels(rstd, channels);
-  if (weight) scale = scale.mul(weight->to(at::kDouble));
-  const at::Tensor shift = bias ? bias->to(at::kDouble).view({1, -1}) : at::zeros_like(scale);
+  const double inner = static_cast<double>(count) / static_cast<double>(members);
+  const Moments mine = merge(Numbers::filled(members, 1, inner, each.mean),
+                             {each.mean.by_member(num_groups), each.m2.by_member(num_groups)});
+  const auto [all, total] = merge_over(mine, count, ranks);
+  const Numbers mean = all.mean.view(batches, num_groups);
+  const Numbers rstd = map([&](const auto& m2, const auto& n) { return inverse_root(m2 / n + eps); }, all.m2, total)
+                           .view(batches, num_groups);
+  Numbers scale = rstd.repeat_for_members(members);
+  if (weight) scale = product(scale, Numbers(*weight));
+  const Numbers shift = bias ? Numbers(*bias) : Numbers::filled(1, 1, 0, scale);
   const auto type = statistics_type(x.scalar_type());
-  return {affine(x, to_channels(all.mean, channels), scale, shift), all.mean.to(type), rstd.to(type)};
+  const std::vector<int64_t> sizes{batches, num_groups};
+  return {affine(x, mean.repeat_for_members(members), scale, shift), mean.to_tensor(type, sizes),
+          rstd.to_tensor(type, sizes)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_backward(
@@ -65,30 +53,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_backward(
     const std::vector<std::string>& ranks) {
   check(input, num_groups);
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
-  const int64_t channels = x.size(1);
-  const at::Tensor center = to_channels(mean, channels), invstd = to_channels(rstd, channels);
+  const int64_t batches = x.size(0), channels = x.size(1), members = channels / num_groups;
+  const Numbers center = Numbers(mean).repeat_for_members(members), invstd = Numbers(rstd).repeat_for_members(members);
   const auto [sum, dot] = dots(dy, x, center);
-  const auto like_weight = [&](const at::Tensor& gradient) {
-    return gradient.to(weight ? weight->scalar_type() : statistics_type(x.scalar_type()));
-  };
+  const auto type = weight ? weight->scalar_type() : statistics_type(x.scalar_type());
   at::Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[1]) grad_weight = like_weight(dot.mul(invstd).sum(0));
-  if (output_mask[2]) grad_bias = like_weight(sum.sum(0));
+  if (output_mask[1]) grad_weight = product(dot, invstd).sum_rows().to_tensor(type, {channels});
+  if (output_mask[2]) grad_bias = sum.sum_rows().to_tensor(type, {channels});
   if (output_mask[0]) {
-    const auto weighed = [&](const at::Tensor& numbers) {
-      return to_groups(weight ? numbers.mul(weight->to(at::kDouble)) : numbers, num_groups).view({-1});
+    const int64_t numbers = batches * num_groups;
+    const auto weighed = [&](const Numbers& all) {
+      return (weight ? product(all, Numbers(*weight)) : all).sum_members(num_groups).view(1, numbers);
     };
-    const at::Tensor number = at::full({1}, static_cast<double>(elements_per_group(x, num_groups)), sum.options());
-    const at::Tensor sums = at::cat({weighed(sum), weighed(dot), number});
-    backend::all_reduce(sums, ranks);
-    const int64_t numbers = x.size(0) * num_groups;
-    const at::Tensor count = sums.narrow(0, 2 * numbers, 1);
+    const Numbers number = Numbers::filled(1, 1, static_cast<double>(elements_per_group(x, num_groups)), sum);
+    const at::Tensor message =
+        Numbers::join({weighed(sum), weighed(dot), number}).to_tensor(at::kDouble, {2 * numbers + 1});
+    backend::all_reduce(message, ranks);
+    const Numbers all(message), count = all.columns(2 * numbers, 1);
     const auto mean_of = [&](int64_t first) {
-      return to_channels(sums.narrow(0, first, numbers).div(count).view({x.size(0), num_groups}), channels);
+      return quotient(all.columns(first, numbers), count).view(batches, num_groups).repeat_for_members(members);
     };
-    const at::Tensor on_dy = weight ? invstd.mul(weight->to(at::kDouble)) : invstd;
-    const at::Tensor on_x = invstd.mul(invstd).mul_(invstd).mul_(mean_of(numbers)).neg_();
-    grad_input = combine(dy, x, center, on_dy, on_x, invstd.mul(mean_of(0)).neg_());
+    const Numbers on_dy = weight ? product(invstd, Numbers(*weight)) : invstd;
+    const Numbers on_x =
+        map([](const auto& a, const auto& dot) { return -(a * a * a * dot); }, invstd, mean_of(numbers));
+    const Numbers shift = map([](const auto& a, const auto& b) { return -(a * b); }, invstd, mean_of(0));
+    grad_input = combine(dy, x, center, on_dy, on_x, shift);
   }
   return {grad_input, grad_weight, grad_bias};
 }

@@ -7,30 +7,32 @@
 #include <tuple>
 #include <vector>
 
+#include "spatial/numbers.h"
+
 // The passes that batch norm and group norm share, over x of [N, C, ...] in a dense layout (slab.h's `dense`). Numbers
-// for each (batch, channel) or, with one row, for each channel are float64 tensors of [N or 1, C].
+// are of each (batch, channel), [N, C], or with one row of each channel.
 namespace torchtp::spatial {
 
 struct Moments {
-  at::Tensor mean, m2;  // m2: sum of squared differences from the mean
+  Numbers mean, m2;  // m2: sum of squared differences from the mean
 };
 
 // Of every (batch, channel) of x: [N, C] each.
 Moments moments(const at::Tensor& x);
 // Sum of dy and of dy * (x - center) of every (batch, channel): [N, C] each.
-std::tuple<at::Tensor, at::Tensor> dots(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& center);
+std::tuple<Numbers, Numbers> dots(const at::Tensor& dy, const at::Tensor& x, const Numbers& center);
 // (x - center) * scale + shift.
-at::Tensor affine(const at::Tensor& x, const at::Tensor& center, const at::Tensor& scale, const at::Tensor& shift);
+at::Tensor affine(const at::Tensor& x, const Numbers& center, const Numbers& scale, const Numbers& shift);
 // dy * on_dy + (x - center) * on_x + shift.
-at::Tensor combine(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& center, const at::Tensor& on_dy,
-                   const at::Tensor& on_x, const at::Tensor& shift);
+at::Tensor combine(const at::Tensor& dy, const at::Tensor& x, const Numbers& center, const Numbers& on_dy,
+                   const Numbers& on_x, const Numbers& shift);
 
-// Statistics of several parts as those of the whole: counts [P] or [P, 1...], mean and m2 [P, ...]. Parts of count 0
+// Statistics of several parts, a row each, as those of the whole: counts [P, 1], mean and m2 [P, K]. Parts of count 0
 // may hold anything finite.
-Moments merge(const at::Tensor& counts, const Moments& parts);
-// The same over the ranks of the groups, in rank order: every rank gets the same bits. Also the total count (a float64
-// scalar tensor). One small all_gather a group.
-std::tuple<Moments, at::Tensor> merge_over(const Moments& mine, int64_t count, const std::vector<std::string>& groups);
+Moments merge(const Numbers& counts, const Moments& parts);
+// The same over the ranks of the groups, in rank order: every rank gets the same bits. Mine are [1, K]. Also the total
+// count, [1, 1]. One small all_gather a group.
+std::tuple<Moments, Numbers> merge_over(const Moments& mine, int64_t count, const std::vector<std::string>& groups);
 
 // float for 16-bit types.
 at::ScalarType statistics_type(at::ScalarType type);
