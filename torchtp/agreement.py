@@ -72,7 +72,8 @@ class Agreement:
         if torch.device("cpu") in group._device_types:  # no device synchronisation
             device = torch.device("cpu")
         rows = torch.empty(group.size() * _WORDS, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(rows, torch.tensor(mine, dtype=torch.int64, device=device), group=group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+        gather(rows, torch.tensor(mine, dtype=torch.int64, device=device), group=group)
         return rows.view(-1, _WORDS).tolist()
 
 
