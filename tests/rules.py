@@ -131,7 +131,7 @@ def _check(
         _compare_gradient(f"gradient {i}", my_grad, grad, i >= len(inputs) and plain)
     if not double:
         return
-    # through the input gradients always; through parameter gradients where they are DTensors
+    # through the input gradients always; through parameter gradients where these are whole on every rank
     through = [k for k, i in enumerate(wanted) if grads[k] is not None and grads[k].requires_grad]
     through = [k for k in through if not plain or wanted[k] < len(inputs)]
     if not through:

@@ -51,9 +51,10 @@ def test_plain_weights_obey_the_mean_rule(name):
     run_ranks(run_case, 3, name, W3, {"plain": True})
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "dtensor"])
 @pytest.mark.parametrize("name", CASES)
-def test_norms_match_reference_to_second_order(name):
-    run_ranks(run_case, 3, name, W3, {"double": True, "gathers": True})
+def test_norms_match_reference_to_second_order(name, plain):
+    run_ranks(run_case, 3, name, W3, {"double": True, "gathers": True, "plain": plain})
 
 
 OVER_CUT_DIMS = {
@@ -83,9 +84,10 @@ def test_layer_norm_over_cut_dims_matches_reference_without_a_gather(name, mesh,
     run_ranks(run_layer_norm_over_cut_dims, num_ranks(mesh), name, mesh, affine, {"plain": affine == 2})
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "dtensor"])
 @pytest.mark.parametrize("name", OVER_CUT_DIMS)
-def test_layer_norm_over_cut_dims_to_second_order(name):
-    kwargs = {"plain": False, "double": True, "gathers": True}
+def test_layer_norm_over_cut_dims_to_second_order(name, plain):
+    kwargs = {"plain": plain, "double": True, "gathers": True}
     run_ranks(run_layer_norm_over_cut_dims, 3, name, W3, 2, kwargs)
 
 

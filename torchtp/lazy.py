@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import local_as, num_shards, wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
+from torchtp.dtensor.sharing import share_of
 from torchtp.dtensor.upstream import local_of
 
 _state = threading.local()
@@ -301,34 +302,3 @@ def _(grad: torch.Tensor) -> torch.Tensor:
 def _(cls: type, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
     (grad,) = args
     return share_of(grad)
-
-
-def share_of(grad: DTensor) -> torch.Tensor:
-    """`share` of a DTensor, as a plain tensor of its global shape."""
-    local, mesh = grad._local_tensor, grad.device_mesh
-    factor = 1
-    whole: torch.Tensor | None = None
-    own = [slice(None)] * grad.dim()
-    for axis, placement in enumerate(grad.placements):
-        if isinstance(placement, Replicate):
-            continue
-        if isinstance(placement, Partial):
-            if placement.reduce_op == "sum":
-                factor *= mesh.size(axis)
-            elif placement.reduce_op != "avg":  # a mean of local gradients is what the rule asks for
-                raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
-            continue
-        if type(placement) is not Shard:
-            raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
-        factor *= mesh.size(axis)
-        extent = grad.size(placement.dim)
-        step = -(-extent // mesh.size(axis))
-        begin = min(extent, mesh.get_local_rank(axis) * step)
-        if own[placement.dim] != slice(None):
-            raise NotImplementedError("a gradient cut twice along one dim can't be shared out among ranks")
-        own[placement.dim] = slice(begin, begin + local.size(placement.dim))
-        whole = local.new_zeros(grad.shape)
-    if whole is not None:
-        whole[tuple(own)] = local * factor
-        return whole
-    return local * factor if factor > 1 else local.clone()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -132,6 +133,7 @@ def cut_locally(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) ->
 def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
     """This rank's part of `tensor` under `placements`; a plain tensor is what every rank holds."""
     if not isinstance(tensor, DTensor):
+        hand_out(tensor)
         return cut_locally(tensor, mesh, placements)
     return redistributed(local_of(tensor), spec_of(tensor), placements)
 

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
 from torchtp.dtensor.registry import bound, install_spatial_rules, words
+from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_marked, is_spatial, on_first_mark
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -46,12 +47,20 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_spatial(leaf):
             notice.gathering(op, leaf.shape, leaf.dtype)
     full_args, full_kwargs = pytree.tree_map(_full, (args, kwargs))
-    results = op(*full_args, **full_kwargs)
+    results = _computed(op, full_args, full_kwargs)
     if op._schema.is_mutable:
         written = _write_back(op, args, kwargs, full_args, full_kwargs)
         if written is not None and isinstance(results, torch.Tensor):
             return written
     return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+
+
+_VIEWS = {getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "_reshape_alias")}
+
+
+def _computed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op gives of plain tensors: a DTensor's stride may promise a view that they can't give."""
+    return args[0].reshape(args[1]) if op in _VIEWS else op(*args, **kwargs)
 
 
 def has_strided_shard(leaf: Any) -> bool:
@@ -60,7 +69,11 @@ def has_strided_shard(leaf: Any) -> bool:
 
 
 def _full(leaf: Any) -> Any:
-    return full_of(leaf) if isinstance(leaf, DTensor) else leaf
+    if isinstance(leaf, DTensor):
+        return full_of(leaf)
+    if isinstance(leaf, torch.Tensor):
+        hand_out(leaf)
+    return leaf
 
 
 def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements) -> Any:
@@ -111,11 +124,9 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
     """What every rank holds whole, every rank computes whole."""
     local_args, local_kwargs = pytree.tree_map(
-        lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else leaf, (args, kwargs)
+        lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else _full(leaf), (args, kwargs)
     )
-    if op is torch.ops.aten.view.default:
-        op = torch.ops.aten.reshape.default  # the global stride may promise a view that the local one can't give
-    results = op(*local_args, **local_kwargs)
+    results = _computed(op, local_args, local_kwargs)
     whole = (Replicate(),) * mesh.ndim
     return pytree.tree_map(
         lambda leaf: wrap(leaf, mesh, whole, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, results
@@ -124,7 +135,10 @@ def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: De
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
     """A plain tensor on a mesh that cuts images is what all its ranks hold."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor) or leaf.dim() == 0:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+        return leaf
+    hand_out(leaf)
+    if leaf.dim() == 0:
         return leaf
     return wrap(leaf, mesh, (Replicate(),) * mesh.ndim, leaf.shape)
 

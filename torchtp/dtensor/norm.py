@@ -17,6 +17,7 @@ from torchtp.dtensor.cut import (
 )
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import arrange, is_marked, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, plain_shard
 
@@ -38,7 +39,11 @@ def _takes(input: Any, weight: Any) -> bool:
 
 def plain(tensor: Any) -> Any:
     """A parameter as every rank holds it."""
-    return full_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if not isinstance(tensor, DTensor) and torch._C._current_graph_task_id() != -1:
+        hand_out(tensor)  # autograd's second derivative is one of DTensors
+    return full_of(tensor)
 
 
 def _groups(mesh: DeviceMesh, placements: Placements) -> list[str]:
@@ -127,6 +132,9 @@ def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _not_channels)
     _mark(mesh, placements)
+    for parameter in (weight, bias):
+        if isinstance(parameter, torch.Tensor) and not isinstance(parameter, DTensor):
+            hand_out(parameter)  # autograd takes its first derivative apart too, where the second is wanted
     output, mean, rstd = ops.group_norm(
         local, plain(weight), plain(bias), num_groups, eps, _image_groups(mesh, placements)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, wrap
 from torchtp.dtensor.registry import spatial_rule, words
+from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -70,8 +72,8 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not axes_of(mesh).spatial and all(isinstance(tensor, DTensor) for tensor in tensors):
             return passthrough(op, args, kwargs)
         shape = _broadcast(*(tensor.shape for tensor in tensors))
-        if torch._C._current_graph_task_id() != -1 and _is_accumulation(tensors):
-            return _accumulate(op, tensors, args, kwargs)
+        if torch._C._current_graph_task_id() != -1 and _is_accumulation(op, tensors):
+            return _accumulate(op, args, kwargs)
         placements = _common(op, tensors, shape, mesh)
         local_args = [aligned(op, arg, shape, mesh, placements) for arg in args]
         local_kwargs = {k: aligned(op, arg, shape, mesh, placements) for k, arg in kwargs.items()}
@@ -140,8 +142,12 @@ def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: Device
 
 def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> Any:
     """The local part of an argument that broadcasts to `shape`, which is cut by `placements`."""
-    if not isinstance(arg, torch.Tensor) or (not isinstance(arg, DTensor) and arg.dim() == 0):
+    if not isinstance(arg, torch.Tensor):
         return arg
+    if not isinstance(arg, DTensor):
+        hand_out(arg)
+        if arg.dim() == 0:
+            return arg
     wanted: list[Placement] = []
     for placement in placements:
         if plain_shard(placement):
@@ -166,27 +172,22 @@ def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: P
     return redistributed(local_of(arg), spec, target)
 
 
-def _is_accumulation(tensors: list[torch.Tensor]) -> bool:
-    """Whether autograd adds the gradients a plain parameter gets from a rule (plain) and from other ops (Partial)."""
-    return (
-        len(tensors) == 2
-        and tensors[0].shape == tensors[1].shape
-        and isinstance(tensors[0], DTensor) != isinstance(tensors[1], DTensor)
-        and any(
-            isinstance(tensor, DTensor) and all(not p.is_shard() for p in spec_of(tensor).placements)
-            for tensor in tensors
-        )
-    )
+def _is_accumulation(op: Op, tensors: list[torch.Tensor]) -> bool:
+    """Whether autograd adds the gradients a plain tensor gets from a rule (plain) and from other ops (DTensors)."""
+    if op is not torch.ops.aten.add.Tensor or len(tensors) != 2 or tensors[0].shape != tensors[1].shape:
+        return False
+    if isinstance(tensors[0], DTensor) == isinstance(tensors[1], DTensor):
+        return False
+    return _by_autograd_itself()
 
 
-def _accumulate(op: Op, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def plain(arg: Any) -> Any:
-        if not isinstance(arg, DTensor):
-            return arg
-        spec = spec_of(arg)
-        scale = 1
-        for size, placement in zip(axes_of(spec.mesh).sizes, spec.placements, strict=True):
-            scale *= size if isinstance(placement, Partial) else 1
-        return local_of(arg) * scale
+def _by_autograd_itself() -> bool:
+    """Whether the op now dispatched was called by the engine or a derivative in C++, and not by someone's Python."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"].startswith("torchtp.dtensor."):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
-    return op(*map(plain, args), **kwargs)
+
+def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(*(share_of(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)

@@ -1,0 +1,71 @@
+"""Gradients of plain tensors that meet cut activations are plain and obey the mean rule, to any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtp.dtensor.upstream import DTensor, Partial, Replicate, Shard, local_of, make_dtensor, make_spec
+
+_ATTRIBUTE = "_torchtp_hands_out"
+
+
+def hand_out(tensor: torch.Tensor) -> None:
+    """Have a plain tensor that is about to meet a DTensor get a plain gradient, where that is recorded."""
+    if not tensor.requires_grad or type(tensor) not in (torch.Tensor, nn.Parameter) or not torch.is_grad_enabled():
+        return
+    if getattr(tensor, _ATTRIBUTE, None) != id(tensor):  # a copy takes the attribute along, but not the hook
+        setattr(tensor, _ATTRIBUTE, id(tensor))
+        tensor.register_hook(_plain_gradient)
+
+
+def _plain_gradient(grad: torch.Tensor) -> torch.Tensor:
+    return Share.apply(grad) if isinstance(grad, DTensor) else grad
+
+
+class Share(torch.autograd.Function):
+    """`share_of`. What comes back for it is, as every plain tensor, what all ranks hold."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor) -> torch.Tensor:
+        ctx.mesh = grad.device_mesh
+        return share_of(grad)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        whole = (Replicate(),) * ctx.mesh.ndim
+        spec = make_spec(ctx.mesh, whole, cotangent.shape, cotangent.stride(), cotangent.dtype)
+        return make_dtensor(cotangent, spec)
+
+
+def share_of(grad: DTensor) -> torch.Tensor:
+    """What a rank hands out, by the mean rule, of the gradient of a tensor that every rank holds: plain, of its shape."""
+    local, mesh = local_of(grad), grad.device_mesh
+    factor = 1
+    whole: torch.Tensor | None = None
+    own = [slice(None)] * grad.dim()
+    for axis, placement in enumerate(grad.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if isinstance(placement, Partial):
+            if placement.reduce_op == "sum":
+                factor *= mesh.size(axis)
+            elif placement.reduce_op != "avg":  # a mean of local gradients is what the rule asks for
+                raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
+            continue
+        if type(placement) is not Shard:
+            raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
+        factor *= mesh.size(axis)
+        extent = grad.size(placement.dim)
+        step = -(-extent // mesh.size(axis))
+        begin = min(extent, mesh.get_local_rank(axis) * step)
+        if own[placement.dim] != slice(None):
+            raise NotImplementedError("a gradient cut twice along one dim can't be shared out among ranks")
+        own[placement.dim] = slice(begin, begin + local.size(placement.dim))
+        whole = local.new_zeros(grad.shape)
+    if whole is not None:
+        whole[tuple(own)] = local * factor
+        return whole
+    return local * factor if factor > 1 else local.clone()
