@@ -17,14 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor import notice
-from torchtp.dtensor.cut import local_as, num_shards, wrap
+from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
 from torchtp.dtensor.sharing import share_of
-from torchtp.dtensor.upstream import local_of
 
 _state = threading.local()
 
@@ -41,6 +39,7 @@ _PLAIN_BY_RULE: dict[str, tuple[tuple[Any, ...], tuple[type, ...]]] = {
     "native_batch_norm": ((F.batch_norm, torch.batch_norm), (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
     "native_layer_norm": ((F.layer_norm, torch.layer_norm), (nn.LayerNorm,)),
     "native_group_norm": ((F.group_norm, torch.group_norm), (nn.GroupNorm,)),
+    "linear": ((F.linear,), (nn.Linear,)),
 }
 _ruled = [_PLAIN_BY_RULE[name] for name in _PLAIN_BY_RULE if f"aten::{name}" in RULES | SPATIAL_RULES]
 _TAKES_PLAIN = {function for functions, _ in _ruled for function in functions}
@@ -59,8 +58,6 @@ class Lazy(torch.Tensor):
             partner = _cut_partner(args, kwargs)
             if partner is None:
                 return _each(_lazy, func(*_each(_unlazy, args), **_each(_unlazy, kwargs)))
-            if func is F.linear or func is torch._C._nn.linear:
-                return linear(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             if func in _TAKES_PLAIN:
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             mesh = partner.device_mesh
@@ -222,65 +219,6 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * ctx.factor, None
-
-
-class _Linear(torch.autograd.Function):
-    """F.linear of a DTensor whose features are whole, with plain parameters: local, gradients by the mean rule."""
-
-    @staticmethod
-    def forward(ctx: Any, input: DTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.has_bias = bias is not None
-        shape = torch.Size((*input.shape[:-1], weight.size(0)))
-        return wrap(F.linear(local_of(input), weight, bias), input.device_mesh, input.placements, shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        input, weight = ctx.saved_tensors
-        mesh, placements = input.device_mesh, input.placements
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        for_input = for_weight = for_bias = None
-        if torch.is_grad_enabled():  # the second derivative is wanted
-            grad = grad.redistribute(placements=placements)
-            for_input = _Linear.apply(grad, weight.t(), None) if needs_input else None
-            rows, inputs = (tensor.to_local(grad_placements=placements).flatten(0, -2) for tensor in (grad, input))
-        else:
-            grad = local_as(grad, mesh, placements)
-            for_input = wrap(grad.matmul(weight), mesh, placements, input.shape) if needs_input else None
-            rows, inputs = grad.flatten(0, -2), local_of(input).flatten(0, -2)
-        shards = num_shards(mesh, placements)
-        if needs_weight:
-            for_weight = rows.t().mm(inputs) * shards
-        if needs_bias and ctx.has_bias:
-            for_bias = rows.sum(0) * shards
-        return for_input, for_weight, for_bias
-
-
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear of a DTensor with plain parameters: local where the features are not cut."""
-    if not isinstance(input, DTensor):
-        mesh = next(t.device_mesh for t in (weight, bias) if isinstance(t, DTensor))
-        return F.linear(*(None if t is None else _beside(t, mesh) for t in (input, weight, bias)))  # type: ignore[arg-type]
-    if isinstance(weight, DTensor) or isinstance(bias, DTensor):
-        return F.linear(input, *(None if t is None else _beside(t, input.device_mesh) for t in (weight, bias)))  # type: ignore[arg-type]
-    kept = tuple(
-        placement if type(placement) is Shard and placement.dim < input.dim() - 1 else Replicate()
-        for placement in input.placements
-    )
-    if kept != input.placements:
-        _say_gather(input, kept)
-        input = input.redistribute(placements=kept)
-    kind = input.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or input.dtype is torch.float64:
-        return _Linear.apply(input, weight, bias)
-    dtype = torch.get_autocast_dtype(kind)
-    with torch.autocast(kind, enabled=False):
-        return _Linear.apply(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _say_gather(input: DTensor, kept: tuple[Any, ...]) -> None:
-    if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
-        notice.gathering(torch.ops.aten.linear.default, input.shape, input.dtype)
 
 
 @torch.library.custom_op("torchtp::share", mutates_args=())
