@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import make_layout, make_network
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtp
 from torchtp import _C
@@ -95,6 +97,43 @@ def test_what_is_told_is_what_a_run_measures(name, axes, shape):
     )
     assert expected == sorted((op, shape, str(dtype)) for op, shape, dtype in measured[0][4])
     assert bool(expected) == (name == "everything")
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those of a step: (op, bytes)."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if op.namespace == "_c10d_functional" and "wait" not in op.name():
+            self.seen.append((op.name().replace("::", "."), args[0].nbytes))
+        return op(*args, **(kwargs or {}))
+
+
+def collectives(name, axes, shape):
+    layout = make_layout(axes)
+    model = torchtp.parallelize(make(name), layout, reduce=False)
+    images = layout.shard(torch.randn(shape))
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    with Collectives() as mode:
+        output = model(images)
+        torch.autograd.backward(output, torch.ones_like(output))
+    return mode.seen
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}])
+def test_collectives_told_are_those_of_a_run(axes):
+    shape = (2, 2, 16, 24)
+    told = torchtp.explain(make("everything"), shape, axes)
+    seen = run_ranks(collectives, torch.Size(axes.values()).numel(), "everything", axes, shape)[0]
+    ours = [each for each in told.collectives if each.op.startswith("_c10d_functional")]
+    assert sum(each.times for each in ours) == len(seen) > 0
+    assert sum(each.num_bytes for each in ours) == sum(num_bytes for _, num_bytes in seen)
+    assert {each.op for each in ours} == {op for op, _ in seen}
 
 
 def test_ops_are_found_in_their_modules_in_forward_and_backward():

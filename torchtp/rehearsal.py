@@ -87,7 +87,9 @@ class _Mesh(DeviceMesh):
             self._groups.append(group)
         self._dim_group_names = [group.group_name for group in self._groups]
         if len(axes) > 1:  # as a layout flattens its spatial mesh: sums over all axes are one collective
-            self._flatten_mapping["all"] = _Mesh({"all": math.prod(sizes)}, (rank,))
+            flat = self._flatten_mapping["all"] = _Mesh({"all": math.prod(sizes)}, (rank,))
+            if hasattr(self._layout, "coalesce"):  # torch before 2.13 finds it by exactly this
+                cast(Any, flat)._layout = self._layout.coalesce()
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         return self._groups[mesh_dim or 0]  # type: ignore[index]
