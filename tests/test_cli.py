@@ -76,6 +76,7 @@ def test_plan_as_json(capsys):
         ("models:nothing", "1,2,8,8", "w=2", "models:nothing is not there"),
         ("nowhere:nothing", "1,2,8,8", "w=2", "nowhere:nothing is not there"),
         ("models:NETWORKS", "1,2,8,8", "w=2", "makes a dict"),
+        ("models:make_network", "1,2,8,8", "w=2", "makes no network: TypeError"),
         ("models:convnext", "1,5,8,8", "w=2", "images of shape"),
         ("models:convnext", "1,2,8,8", "x=2", "axis 'x'"),
     ],
@@ -85,7 +86,16 @@ def test_a_plan_that_is_not_possible_is_one_message(network, shape, mesh, messag
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--shape", "1,x"), ("--mesh", "h2"), ("--mesh", "h=two")])
+def test_a_network_that_takes_arguments_is_planned(capsys):
+    command = ["plan", "models:make_network", "--shape", "1,2,9,13", "--mesh", "w=2", "--json"]
+    assert cli.main([*command, "--argument", "name=unet"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["dtype"] == "torch.float64"
+    assert cli.main(["plan", "models:convnext", *command[2:], "--argument", "drop=0.5"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--argument", "3=4"), ("--shape", "1,x"), ("--mesh", "h2"), ("--mesh", "h=two")]
+)
 def test_a_plan_that_is_not_understood_is_usage(flag, value, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([*PLAN, "--mesh", "w=2", flag, value])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import importlib
 import json
@@ -75,21 +76,27 @@ def _show_info(arguments: argparse.Namespace) -> int:
 
 
 def plan(
-    network: str, shapes: list[tuple[int, ...]], meshes: list[dict[str, int]], dtype: str | None, evaluates: bool
+    network: str,
+    shapes: list[tuple[int, ...]],
+    meshes: list[dict[str, int]],
+    *,
+    arguments: dict[str, Any] | None = None,
+    dtype: str | None = None,
+    evaluates: bool = False,
 ) -> list[Any]:
-    """What `torchtp.explain` tells of "package.module:callable" for each mesh."""
+    """What `torchtp.explain` tells of what "package.module:callable" makes of the arguments, for each mesh."""
     import torch
 
     import torchtp
 
-    module = _made(network)
+    module = _made(network, arguments or {})
     module.train(not evaluates)
     kind = getattr(torch, DTYPES[dtype]) if dtype else None
     shape = shapes[0] if len(shapes) == 1 else shapes
     return [torchtp.explain(module, shape, mesh, dtype=kind) for mesh in meshes]
 
 
-def _made(network: str) -> Any:
+def _made(network: str, arguments: dict[str, Any]) -> Any:
     """The module that `network` names or makes."""
     import torch
 
@@ -107,7 +114,10 @@ def _made(network: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{network} is not there: {error}") from error
     if callable(made) and not isinstance(made, torch.nn.Module):
-        made = made()
+        try:
+            made = made(**arguments)
+        except Exception as error:  # of the network's author, whatever it is
+            raise ValueError(f"{network} makes no network: {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.nn.Module):
         raise ValueError(f"{network} is or makes a {type(made).__name__}, not a torch.nn.Module")
     return made
@@ -127,11 +137,28 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"a shape is written as 1,3,2160,3840, not {text!r}") from None
 
 
+def _argument(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"an argument is written as name=value, not {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def _show_plan(arguments: argparse.Namespace) -> int:
-    from torchtp.explanation import compared
+    from torchtp.tables import compared
 
     try:
-        told = plan(arguments.network, arguments.shape, arguments.mesh, arguments.dtype, evaluates=arguments.eval)
+        told = plan(
+            arguments.network,
+            arguments.shape,
+            arguments.mesh,
+            arguments=dict(arguments.argument),
+            dtype=arguments.dtype,
+            evaluates=arguments.eval,
+        )
     except ValueError as error:
         print(f"torchtp: {error}", file=sys.stderr)
         return 2
@@ -167,8 +194,12 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: torchtp plan torchvision.models:resnet50 --shape 1,3,2160,3840 --mesh w=4 --mesh h=2,w=2",
     )
     command.add_argument(
-        "network", metavar="MODULE:CALLABLE", help="what makes the torch.nn.Module when called without arguments"
+        "network", metavar="MODULE:CALLABLE", help="what makes the torch.nn.Module when called, or is one"
     )
+    command.add_argument(
+        "--argument", type=_argument, action="append", default=[], metavar="NAME=VALUE",
+        help="what to call it with, a Python literal or text; again for every further one",
+    )  # fmt: skip
     command.add_argument(
         "--shape", type=_shape, action="append", required=True, metavar="N,C,H,W",
         help="of the images a data rank passes; again for every further image the network takes",
