@@ -144,6 +144,52 @@ def test_push_add_is_the_adjoint_of_pull(size):
     run_ranks(adjoints, size, size, 60)
 
 
+def large_pulls():
+    """Rows long enough to be copied in pieces, by several threads."""
+    import torchtp  # noqa: F401
+
+    torch.manual_seed(0)
+    rank, threads = dist.get_rank(), torch.get_num_threads()
+    torch.set_num_threads(3)
+    for dim, begins, ends in ((2, [-3, 500], [523, 1003]), (3, [-2, 140], [170, 302])):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(2, 3, 1000, 300).contiguous(memory_format=layout)
+            cut = shardings((dim,))[0]
+            args = (dim, x.shape[dim], begins, ends, cut.groups[0])
+            padded = torch.full([1020 if d == dim else n for d, n in enumerate(x.shape)], -1.0)
+            padded.narrow(dim, 10, x.shape[dim]).copy_(x)
+            pulled = torch.ops.torchtp.pull(cut.shard(x), *args, -1.0)
+            assert torch.equal(pulled, padded.narrow(dim, begins[rank] + 10, ends[rank] - begins[rank])), (dim, layout)
+            pushed = torch.ops.torchtp.push_add(pulled, *args)
+            wanted = torch.zeros(x.shape[dim])
+            for begin, end in zip(begins, ends, strict=True):
+                wanted[max(begin, 0) : end] += 1
+            shape = [-1 if d == dim else 1 for d in range(4)]
+            assert torch.equal(pushed, cut.shard(x * wanted.view(shape))), (dim, layout)
+    torch.set_num_threads(threads)
+
+
+def test_large_pulls_move_the_same_bits():
+    run_ranks(large_pulls, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16, torch.complex64])
+def test_pull_fills_in_every_dtype(dtype):
+    run_ranks(filled_pulls, 2, dtype)
+
+
+def filled_pulls(dtype):
+    import torchtp  # noqa: F401
+
+    x = torch.arange(24).view(1, 2, 2, 6).to(dtype)
+    cut, begin = shardings((3,))[0], 3 * dist.get_rank()
+    for fill in (0.0, 1.0):
+        pulled = torch.ops.torchtp.pull(cut.shard(x), 3, 6, [-1, 2], [4, 7], cut.groups[0], fill)
+        padded = torch.full((1, 2, 2, 8), fill, dtype=dtype)
+        padded[..., 1:7] = x
+        assert torch.equal(pulled, padded[..., begin : begin + 5])
+
+
 def wrong_shard():
     import torchtp  # noqa: F401
 

@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "spatial/pull.h"
 
 namespace torchtp::spatial {
@@ -100,17 +102,18 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
     pads[place + 1] = out.end - last;
   }
   if (nothing) return no_rows(own, weight, global, cuts);
+  // Rows that no input reaches hold the bias alone.
+  const bool grows = no_inputs || std::any_of(pads.begin(), pads.end(), [](int64_t pad) { return pad > 0; });
   at::Tensor output;
   if (no_inputs) {
     output = no_rows(own, weight, global, cuts);
   } else {
-    output = at::convolution(input, weight, {}, params.stride, params.padding, params.dilation, true,
-                             params.output_padding, params.groups);
-    bool fits = true;
-    for (int64_t pad : pads) fits &= pad == 0;
+    output = at::convolution(input, weight, grows ? std::nullopt : bias, params.stride, params.padding, params.dilation,
+                             true, params.output_padding, params.groups);
+    const bool fits = std::all_of(pads.begin(), pads.end(), [](int64_t pad) { return pad == 0; });
     if (!fits) output = at::constant_pad_nd(output, pads);
   }
-  if (bias) {
+  if (bias && grows) {
     std::vector<int64_t> shape(output.dim(), 1);
     shape[1] = bias->numel();
     output.add_(bias->view(shape));
