@@ -30,6 +30,9 @@ CASES = {
     "sort_w": lambda x: x.sort(3).values,
     "unfold": lambda x: F.unfold(x, 3),
     "windows": lambda x: x.unfold(3, 4, 2).sin(),
+    "windows_of_tokens": lambda x: (
+        F.pad(x, (0, 4, 0, 6)).view(2, 4, 3, 5, 3, 5).permute(0, 2, 4, 3, 5, 1).reshape(18, 25, 4).sin()
+    ),
     "flatten": lambda x: x.flatten(1).sin(),
     "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.linspace(-1, 1, 12).double().view(3, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),
