@@ -4,6 +4,7 @@
 
 #include "kernels/block_program.h"
 #include "kernels/halo_planes.h"
+#include "kernels/vectors.h"
 
 // How a block of a depthwise convolution brings its tile of the input, with whatever halo it meets, into shared memory
 // as float. Four neighbours along the innermost dim go by one load where they lie side by side in own memory.

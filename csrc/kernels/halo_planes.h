@@ -6,12 +6,6 @@
 
 namespace torchtp::kernels {
 
-// Some elements side by side, moved by one instruction.
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) Pack {
-  T values[kCount];
-};
-
 // Extents of an activation of this rank and of what its neighbours sent. Rows and columns count from the first own one.
 struct HaloExtents {
   int32_t channels, height, width;

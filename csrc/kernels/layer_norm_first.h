@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/block_program.h"
-#include "kernels/halo_planes.h"
 #include "kernels/layer_norm.h"
+#include "kernels/vectors.h"
 
 // Layer norm where channels come first. A block takes some neighbouring positions with all their channels, which then
 // lie in shared memory, so that global memory is read once. kVector positions (1 or 4) go by one load; threads that lie

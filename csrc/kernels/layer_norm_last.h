@@ -1,8 +1,8 @@
 #pragma once
 
 #include "kernels/block_program.h"
-#include "kernels/halo_planes.h"
 #include "kernels/layer_norm.h"
+#include "kernels/vectors.h"
 
 // Layer norm where channels come last: `team` neighbouring threads keep the channels of one position in registers,
 // kVector of them (16 bytes, or one) by each load.

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <algorithm>
-#include <initializer_list>
-
 #include "kernels/layer_norm_first.h"
 #include "kernels/layer_norm_last.h"
 #include "kernels/split_sum.h"
+#include "kernels/vectors.h"
 
 // Which program computes a layer norm; see run_on_host.h for Run. All of it is for the device: the CPU's own loops are
 // in layer_norm_cpu.cpp, with the same arithmetic.
@@ -14,14 +12,6 @@ namespace torchtp::kernels {
 constexpr int64_t kMostNormChannels = 2048;  // of layouts and types alike; a thread's registers end there
 
 inline bool layer_norm_fits(const LayerNormParams& params) { return params.channels <= kMostNormChannels; }
-
-// Whether positions or channels may go by `count` elements at once.
-template <typename T>
-bool aligned(int64_t innermost, int64_t count, std::initializer_list<const T*> pointers) {
-  return innermost % count == 0 && std::all_of(pointers.begin(), pointers.end(), [&](const T* pointer) {
-           return reinterpret_cast<uintptr_t>(pointer) % (count * sizeof(T)) == 0;
-         });
-}
 
 template <typename T, typename Run>
 void run_layer_norm(const Run& run, const T* x, const float* weight, const float* bias, double eps, T* y, float* mean,

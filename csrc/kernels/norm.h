@@ -2,11 +2,32 @@
 
 #include <cstdint>
 
+#include "core/host_device.h"
+
 namespace torchtp::kernels {
 
 // The passes of batch and group norm over [batches, channels, inner], contiguous ("planes" of `inner` elements) or with
 // the channels innermost ("rows" of `channels` elements). Factors are one number for each (batch, channel), or for each
 // channel with a batch_stride of 0. 16-bit elements are computed with in float: A is float or double.
+
+// The arithmetic that all layouts and devices share.
+
+// Adds values with that count, mean and m2 (sum of squared differences from the mean) to those of `count` others
+// (Chan's rule). One of the counts must not be zero.
+template <typename A>
+TORCHTP_HOST_DEVICE void norm_merge(A count, A other_count, A other_mean, A other_m2, A& mean, A& m2) {
+  const A delta = other_mean - mean, total = count + other_count;
+  mean += delta * other_count / total;
+  m2 += other_m2 + delta * delta * count * other_count / total;
+}
+template <typename A>
+TORCHTP_HOST_DEVICE A norm_apply(A x, A center, A scale, A shift) {
+  return (x - center) * scale + shift;
+}
+template <typename A>
+TORCHTP_HOST_DEVICE A norm_grad(A dy, A x, A center, A on_dy, A on_x, A shift) {
+  return dy * on_dy + (x - center) * on_x + shift;
+}
 
 // What a pass over dense memory needs to know of the tensor.
 struct NormShape {

@@ -16,13 +16,6 @@ using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 // Elements summed in A before the sum goes on in double; they are read twice while they lie in the first-level cache.
 constexpr int64_t kBlock = 2048;
 
-// Adds a block of n values with that mean and m2 to what `count` values gave so far (Chan's rule).
-inline void merge(double count, double n, double block_mean, double block_m2, double& mean, double& m2) {
-  const double delta = block_mean - mean, total = count + n;
-  mean += delta * n / total;
-  m2 += block_m2 + delta * delta * count * n / total;
-}
-
 }  // namespace
 
 template <typename T>
@@ -43,7 +36,7 @@ void norm_moments_planes_cpu(const T* x, const NormShape& shape, double* mean, d
         const A off = static_cast<A>(block[i]) - center;
         spread += off * off;
       }
-      merge(static_cast<double>(first), static_cast<double>(n), center, spread, so_far, squares);
+      norm_merge<double>(static_cast<double>(first), static_cast<double>(n), center, spread, so_far, squares);
     }
     mean[plane] = so_far;
     m2[plane] = squares;
@@ -79,7 +72,8 @@ void norm_moments_rows_cpu(const T* x, const NormShape& shape, double* mean, dou
       }
     }
     for (int64_t c = 0; c < channels; ++c) {
-      merge(static_cast<double>(first - begin), static_cast<double>(last - first), middle[c], off[c], mean[c], m2[c]);
+      norm_merge<double>(static_cast<double>(first - begin), static_cast<double>(last - first), middle[c], off[c],
+                         mean[c], m2[c]);
     }
   }
 }
@@ -146,14 +140,15 @@ void norm_affine_cpu(const T* x, T* y, const A* center, const A* scale, const A*
       const int64_t at = unit / shape.inner * shape.batch_stride, place = unit * shape.channels;
 #pragma omp simd
       for (int64_t c = 0; c < shape.channels; ++c) {
-        y[place + c] = static_cast<T>((static_cast<A>(x[place + c]) - center[at + c]) * scale[at + c] + shift[at + c]);
+        y[place + c] =
+            static_cast<T>(norm_apply(static_cast<A>(x[place + c]), center[at + c], scale[at + c], shift[at + c]));
       }
     } else {
       const int64_t at = unit / shape.channels * shape.batch_stride + unit % shape.channels, place = unit * shape.inner;
       const A middle = center[at], factor = scale[at], offset = shift[at];
 #pragma omp simd
       for (int64_t i = 0; i < shape.inner; ++i) {
-        y[place + i] = static_cast<T>((static_cast<A>(x[place + i]) - middle) * factor + offset);
+        y[place + i] = static_cast<T>(norm_apply(static_cast<A>(x[place + i]), middle, factor, offset));
       }
     }
   }
@@ -167,16 +162,16 @@ void norm_combine_cpu(const T* dy, const T* x, T* dx, const A* center, const A* 
       const int64_t at = unit / shape.inner * shape.batch_stride, place = unit * shape.channels;
 #pragma omp simd
       for (int64_t c = 0; c < shape.channels; ++c) {
-        dx[place + c] = static_cast<T>(static_cast<A>(dy[place + c]) * on_dy[at + c] +
-                                       (static_cast<A>(x[place + c]) - center[at + c]) * on_x[at + c] + shift[at + c]);
+        dx[place + c] = static_cast<T>(norm_grad(static_cast<A>(dy[place + c]), static_cast<A>(x[place + c]),
+                                                 center[at + c], on_dy[at + c], on_x[at + c], shift[at + c]));
       }
     } else {
       const int64_t at = unit / shape.channels * shape.batch_stride + unit % shape.channels, place = unit * shape.inner;
       const A middle = center[at], a = on_dy[at], b = on_x[at], offset = shift[at];
 #pragma omp simd
       for (int64_t i = 0; i < shape.inner; ++i) {
-        dx[place + i] =
-            static_cast<T>(static_cast<A>(dy[place + i]) * a + (static_cast<A>(x[place + i]) - middle) * b + offset);
+        dx[place + i] = static_cast<T>(
+            norm_grad(static_cast<A>(dy[place + i]), static_cast<A>(x[place + i]), middle, a, b, offset));
       }
     }
   }

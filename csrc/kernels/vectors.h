@@ -1,0 +1,23 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+namespace torchtp::kernels {
+
+// Some elements side by side, moved by one instruction.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T values[kCount];
+};
+
+// Whether memory may be moved `count` elements at once along an innermost dim of that extent.
+template <typename T>
+bool aligned(int64_t innermost, int64_t count, std::initializer_list<const T*> pointers) {
+  return innermost % count == 0 && std::all_of(pointers.begin(), pointers.end(), [&](const T* pointer) {
+           return reinterpret_cast<uintptr_t>(pointer) % (count * sizeof(T)) == 0;
+         });
+}
+
+}  // namespace torchtp::kernels
