@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/interpolate_axis.h"
+
+namespace torchtp::kernels {
+
+// Resampling of the own rows and columns, one launch on `stream`; see interpolate_axis.h. T is float, c10::BFloat16 or
+// c10::Half.
+template <typename T>
+void launch_interpolate(const T* in, T* out, const ResampleParams& params, cudaStream_t stream);
+// Writes every element of `in`; no atomic additions, so the same bits on every run.
+template <typename T>
+void launch_interpolate_adjoint(const T* out, T* in, const ResampleParams& params, cudaStream_t stream);
+
+}  // namespace torchtp::kernels
