@@ -49,6 +49,12 @@ TORCH_LIBRARY(torchtp, m) {
       "layer_norm_channels_first_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
 
+  // residual + branch * gamma[c] * keep[n]; local. The backward's are of branch and gamma.
+  m.def("layer_scale(Tensor residual, Tensor branch, Tensor? gamma, Tensor? keep) -> Tensor");
+  m.def(
+      "layer_scale_backward(Tensor grad_output, Tensor branch, Tensor? gamma, Tensor? keep, bool[2] output_mask)"
+      " -> (Tensor, Tensor)");
+
   // Indices are flat ones of the global plane; input_sizes are local.
   m.def("max_pool(Tensor input, " MAX_POOL ", " CUT ") -> (Tensor, Tensor)");
   m.def("max_pool_backward(Tensor grad_output, Tensor indices, int[] input_sizes, " MAX_POOL ", " CUT ") -> Tensor");
@@ -56,7 +62,8 @@ TORCH_LIBRARY(torchtp, m) {
   m.def("avg_pool(Tensor input, " AVG_POOL ", " CUT ") -> Tensor");
   m.def("avg_pool_backward(Tensor grad_output, int[] input_sizes, " AVG_POOL ", " CUT ") -> Tensor");
 
-  // mode: nearest, nearest-exact, linear, cubic, linear-antialias or cubic-antialias; output_size is global; a scale of 0 means from the sizes.
+  // mode: nearest, nearest-exact, linear, cubic, linear-antialias or cubic-antialias; output_size is global; a scale of
+  // 0 means from the sizes.
   m.def("interpolate(Tensor input, " INTERPOLATE ", " CUT ") -> Tensor");
   m.def("interpolate_backward(Tensor grad_output, int[] input_sizes, " INTERPOLATE ", " CUT ") -> Tensor");
 }

@@ -1,0 +1,112 @@
+#include "spatial/layer_scale.h"
+
+#include <ATen/Dispatch_v2.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include "kernels/layer_scale.h"
+#include "spatial/device.h"
+#include "spatial/norm.h"
+#include "spatial/slab.h"
+
+#ifdef TORCHTP_CUDA
+#include "kernels/layer_scale_cuda.h"
+#endif
+
+namespace torchtp::spatial {
+namespace {
+
+using Optional = std::optional<at::Tensor>;
+
+constexpr int64_t kUnit = 16;      // elements; a piece of work begins at a multiple of it
+constexpr int64_t kGrain = 16384;  // elements a thread should have at least
+
+at::Tensor factors(const Optional& numbers, at::ScalarType type) {
+  return numbers ? numbers->to(type).contiguous() : at::Tensor();
+}
+
+template <typename T>
+const T* data_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+}
+
+void check(const at::Tensor& x, const Optional& gamma, const Optional& keep) {
+  TORCH_CHECK_VALUE(x.dim() >= 2, "layer_scale: branch needs dims [N, C, ...], got ", x.dim());
+  TORCH_CHECK_VALUE(!gamma || (gamma->dim() == 1 && gamma->size(0) == x.size(1)),
+                    "layer_scale: gamma has one number for ", "each of ", x.size(1), " channels");
+  TORCH_CHECK_VALUE(!keep || (keep->dim() == 1 && keep->size(0) == x.size(0)), "layer_scale: keep has one number for ",
+                    "each of ", x.size(0), " samples");
+}
+
+// residual may be undefined: then branch * gamma * keep.
+at::Tensor apply(const at::Tensor& residual, const at::Tensor& branch, const Optional& gamma, const Optional& keep) {
+  const at::Tensor x = dense(branch);
+  const auto format = x.suggest_memory_format();
+  const at::Tensor base = residual.defined() ? residual.contiguous(format) : at::Tensor();
+  const at::Tensor out = at::empty(x.sizes(), x.options(), format);
+  const auto type = statistics_type(x.scalar_type());
+  const at::Tensor g = factors(gamma, type), k = factors(keep, type);
+  const bool channels_last = format != at::MemoryFormat::Contiguous;
+  const int64_t planes = std::max<int64_t>(1, x.size(0) * x.size(1));
+  if (x.numel() == 0) return out;
+  AT_DISPATCH_V2(x.scalar_type(), "layer_scale", AT_WRAP([&] {
+                   using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+                   const kernels::LayerScaleParams<scalar_t, acc_t> params{data_or_null<scalar_t>(base),
+                                                                           x.const_data_ptr<scalar_t>(),
+                                                                           data_or_null<acc_t>(g),
+                                                                           data_or_null<acc_t>(k),
+                                                                           out.mutable_data_ptr<scalar_t>(),
+                                                                           x.size(0),
+                                                                           x.size(1),
+                                                                           x.numel() / planes};
+#ifdef TORCHTP_CUDA
+                   if (x.is_cuda()) {
+                     const OnDevice device(x);
+                     kernels::launch_layer_scale(params, channels_last, device.stream());
+                     return;
+                   }
+#endif
+                   const int64_t units = (x.numel() + kUnit - 1) / kUnit;
+                   at::parallel_for(0, units, kGrain / kUnit, [&](int64_t begin, int64_t end) {
+                     kernels::layer_scale_cpu(params, channels_last, begin * kUnit, std::min(end * kUnit, x.numel()));
+                   });
+                 }),
+                 AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16);
+  return out;
+}
+
+}  // namespace
+
+at::Tensor layer_scale(const at::Tensor& residual, const at::Tensor& branch, const Optional& gamma,
+                       const Optional& keep) {
+  check(branch, gamma, keep);
+  TORCH_CHECK_VALUE(residual.sizes() == branch.sizes() && residual.scalar_type() == branch.scalar_type(),
+                    "layer_scale: residual and branch are alike in sizes and dtype, got ", residual.sizes(), " of ",
+                    residual.scalar_type(), " and ", branch.sizes(), " of ", branch.scalar_type());
+  return apply(residual, branch, gamma, keep);
+}
+
+std::tuple<at::Tensor, at::Tensor> layer_scale_backward(const at::Tensor& grad_output, const at::Tensor& branch,
+                                                        const Optional& gamma, const Optional& keep,
+                                                        const std::array<bool, 2>& output_mask) {
+  check(branch, gamma, keep);
+  at::Tensor grad_branch, grad_gamma;
+  if (output_mask[0]) grad_branch = apply({}, grad_output.contiguous(branch.suggest_memory_format()), gamma, keep);
+  if (output_mask[1] && gamma) {
+    const at::Tensor x = dense(branch), dy = grad_output.contiguous(x.suggest_memory_format());
+    const int64_t batches = x.size(0), channels = x.size(1);
+    const Numbers zero =
+        x.is_cpu() ? Numbers(1, channels) : Numbers(at::zeros({channels}, x.options().dtype(at::kDouble)));
+    at::Tensor products =
+        std::get<1>(dots(dy, x, zero)).to_tensor(at::kDouble, {batches, channels}).to(branch.device());
+    if (keep) products = at::mul(products, keep->to(at::kDouble).unsqueeze(1));
+    grad_gamma = at::sum(products, {0}).to(gamma->scalar_type());
+  }
+  return {grad_branch, grad_gamma};
+}
+
+}  // namespace torchtp::spatial
