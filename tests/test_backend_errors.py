@@ -211,6 +211,14 @@ def _message_of_another_size(rank, group):
     dist.send(tensor, 1, group=group) if rank == 0 else dist.recv(tensor, 0, group=group)
 
 
-def test_a_message_of_another_size_is_an_error_for_its_receiver():
-    errors = run_ranks(_collect, 2, _message_of_another_size, backend="torchtp")
+def _message_of_another_size_that_has_come(rank, group):
+    tensor = torch.ones(10 + rank)
+    work = dist.isend(tensor, 1, group=group) if rank == 0 else None
+    dist.barrier(group)
+    work.wait() if work else dist.recv(tensor, 0, group=group)
+
+
+@pytest.mark.parametrize("call", [_message_of_another_size, _message_of_another_size_that_has_come])
+def test_a_message_of_another_size_is_an_error_for_its_receiver(call):
+    errors = run_ranks(_collect, 2, call, backend="torchtp")
     assert "receives 44 bytes" in errors[1] and "sent 40 bytes" in errors[1]

@@ -30,7 +30,7 @@ class Message : public TorchtpWork {
         waiting_(std::move(waiting)),
         receives_(op != c10d::OpType::SEND),
         dense_(tensor, !receives_),
-        ticket_(post(*mailbox_, dense_.data(), dense_.num_bytes())) {}
+        ticket_(posted(post)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout == kNoTimeout && !waiting_->exchange(true)) {
@@ -69,6 +69,15 @@ class Message : public TorchtpWork {
   }
 
  private:
+  // A receive whose message has come already, and has another size, fails at once.
+  shm::Mailbox::Ticket posted(const Post& post) {
+    try {
+      return post(*mailbox_, dense_.data(), dense_.num_bytes());
+    } catch (...) {
+      std::rethrow_exception(as_dist_error(std::current_exception()));
+    }
+  }
+
   bool claim() {
     std::lock_guard<std::mutex> lock(claim_mutex_);
     return !std::exchange(claimed_, true);
