@@ -91,7 +91,7 @@ def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]
         return handler(op, args, kwargs) if any(map(takes, args)) else op.decompose(*args, **kwargs)
 
     library = _libraries.setdefault("aten, kernels", torch.library.Library("aten", "IMPL"))
-    for key in ("AutogradCPU", "AutogradCUDA"):
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         library.impl(name, kernel, key)
 
 

@@ -1,0 +1,92 @@
+"""What a parallelized forward that calls DTensor's own `full_tensor()` or `to_local()` means for gradients.
+
+PyTorch takes the gradient that comes back to a plain tensor for that of the whole on every rank. Among plain tensors the
+mean rule holds instead: a rank's gradient is its contribution, and the gradient is the mean over the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from torchtp import lazy
+from torchtp.dtensor.cut import full_of, num_shards, wrap
+from torchtp.dtensor.notice import running_module
+from torchtp.dtensor.spatial import is_marked
+
+
+class PartWarning(UserWarning):
+    """A model works on a rank's part of a cut activation as a plain tensor; gradients of parameters are not exact."""
+
+
+class Whole(torch.autograd.Function):
+    """The whole of a DTensor, as a plain tensor; its gradient is the mean of what the ranks hand in."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh = tensor.device_mesh
+        whole = full_of(tensor)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return Contributed.apply(grad, ctx.mesh)
+
+
+class Contributed(torch.autograd.Function):
+    """The mean over the ranks of a mesh of what each of them has, still to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, mesh: Any) -> DTensor:
+        placements = (Partial(),) * mesh.ndim
+        return wrap(grad / num_shards(mesh, placements), mesh, placements, grad.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
+        return Whole.apply(grad), None
+
+
+def _inside(tensor: DTensor) -> bool:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not tensor.requires_grad:
+        return False
+    return lazy.is_running() and is_marked(tensor.device_mesh)
+
+
+def _say_part(tensor: DTensor) -> None:
+    where = running_module() or "a parallelized module"
+    warnings.warn(
+        f"{where} calls to_local() on a tensor of shape {tuple(tensor.shape)}, placed {tensor.placements}: what is computed "
+        "of a part is this rank's alone, and gradients of parameters that meet it are sums over the part where the mean "
+        "over the ranks is taken; use ops of the DTensor itself or full_tensor(), or say grad_placements= if no parameter "
+        "is involved",
+        PartWarning,
+        stacklevel=4,
+    )
+
+
+def install() -> None:
+    """Have DTensor's methods heed the mean rule while a parallelized forward runs; elsewhere they are as before."""
+    full_tensor, to_local = DTensor.full_tensor, DTensor.to_local
+    if hasattr(full_tensor, "__wrapped__"):
+        return
+
+    @functools.wraps(full_tensor)
+    def exact_full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args and not kwargs and _inside(self):
+            return Whole.apply(self)
+        return full_tensor(self, *args, **kwargs)
+
+    @functools.wraps(to_local)
+    def audible_to_local(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not args and not kwargs and _inside(self):
+            if not any(isinstance(placement, (Shard, Partial)) for placement in self.placements):
+                return Whole.apply(self)
+            _say_part(self)
+        return to_local(self, *args, **kwargs)
+
+    DTensor.full_tensor = exact_full_tensor  # type: ignore[method-assign]
+    DTensor.to_local = audible_to_local  # type: ignore[method-assign]
