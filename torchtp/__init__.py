@@ -7,6 +7,7 @@ from torchtp import nn
 from torchtp.dtensor import GatherError, GatherWarning, strict
 from torchtp.explanation import Explanation, explain
 from torchtp.layout import Layout
+from torchtp.leaving import PartWarning
 from torchtp.parallel import no_sync, parallelize
 
 _backend.register()
@@ -17,6 +18,7 @@ __all__ = [
     "GatherError",
     "GatherWarning",
     "Layout",
+    "PartWarning",
     "explain",
     "nn",
     "no_sync",

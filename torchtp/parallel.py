@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
-from torchtp import lazy, randomness
+from torchtp import lazy, leaving, randomness
 from torchtp.agreement import Described
 from torchtp.gradients import GradientReducer, broadcast_parameters
 from torchtp.layout import Layout
@@ -52,6 +52,7 @@ def parallelize(
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
+    leaving.install()
     lazy.prepare(module)
     object.__setattr__(
         module,

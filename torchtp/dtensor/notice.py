@@ -59,7 +59,7 @@ def gathering(op: Op, shape: torch.Size, dtype: torch.dtype) -> None:
     if listener is not None:
         listener(op, shape, dtype)
         return
-    module = _module()
+    module = running_module()
     num_bytes = shape.numel() * dtype.itemsize
     where = f" in {module}" if module else ""
     text = (
@@ -75,7 +75,7 @@ def gathering(op: Op, shape: torch.Size, dtype: torch.dtype) -> None:
     warnings.warn(text, GatherWarning, stacklevel=3)
 
 
-def _module() -> str:
+def running_module() -> str:
     """The class of the innermost module whose forward is running on this thread; empty in a backward thread."""
     frame = sys._getframe(1)
     while frame is not None:

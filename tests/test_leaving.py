@@ -1,0 +1,165 @@
+"""Models that take activations whole, or their parts, inside forward: gradients are exact, or it is said that they are not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import make_layout
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
+
+import torchtp
+from torchtp.testing import run_ranks
+
+SHAPE = (2, 4, 5, 7)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+class Taken(nn.Module):
+    """Convolved whole between convolutions of cut images, and met again by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.middle, self.leave = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.gamma = nn.Parameter(torch.rand(4, 1, 1))
+
+    def part(self, x):
+        y = whole(x)
+        y = self.middle(y.flip(3)).sin() * self.gamma
+        return x * y + y.roll(2, 3).cumsum(3) * self.gamma
+
+    def forward(self, x):
+        return self.leave(self.part(self.enter(x).square()))
+
+
+class Checkpointed(Taken):
+    def forward(self, x):
+        return self.leave(checkpoint(self.part, self.enter(x).square(), use_reentrant=False))
+
+
+class Head(nn.Module):
+    """Leaves with a plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.head(whole(self.enter(x).square()))
+
+
+class Pooled(nn.Module):
+    """A vector that every rank holds as a DTensor's local tensor, and that gates the cut image."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.gate = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.enter(x)
+        y = x.mean((2, 3))
+        y = y.to_local() if isinstance(y, DTensor) else y
+        return x * torch.sigmoid(self.gate(y))[:, :, None, None]
+
+
+class Redistributed(nn.Module):
+    """Whole as a DTensor for a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.middle, self.leave = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.gamma = nn.Parameter(torch.rand(4, 1, 1))
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        x = self.enter(x)
+        y = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim) if isinstance(x, DTensor) else x
+        y = self.norm(self.middle(y.flip(3)) * self.gamma)
+        z = y.redistribute(placements=x.placements) if isinstance(x, DTensor) else y
+        return self.leave(x * z + y.roll(1, 2))
+
+
+def compare(make, axes):
+    layout = make_layout(axes)
+    torch.manual_seed(4)
+    single = make().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    image = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).double()
+    mine, theirs = image.clone().requires_grad_(), image.clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torchtp.PartWarning)
+        output = whole(model(mine))
+    expected = single(theirs)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    output.sin().sum().backward()
+    expected.sin().sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    for (name, actual), wanted in zip(model.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(
+            actual.grad, wanted.grad, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text
+        )
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}, {"w": 4}], ids=str)
+@pytest.mark.parametrize("make", [Taken, Checkpointed, Head, Pooled, Redistributed], ids=lambda make: make.__name__)
+def test_whole_activations_have_exact_gradients(make, axes):
+    run_ranks(compare, torch.Size(axes.values()).numel(), make, axes)
+
+
+class Part(nn.Module):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+        self.enter, self.gamma = nn.Conv2d(4, 4, 3, padding=1), nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x):
+        x = self.enter(x)
+        return (x.to_local(**self.how) * self.gamma).sum()
+
+
+def part():
+    layout = make_layout({"w": 2})
+    image = torch.randn(SHAPE)
+    with pytest.warns(torchtp.PartWarning, match="Part calls to_local"):
+        torchtp.parallelize(Part(), layout)(image)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torchtp.PartWarning)
+        model = torchtp.parallelize(Part(grad_placements=layout.shard(image).placements), layout)
+        model(image)
+        with torch.no_grad():
+            torchtp.parallelize(Part(), layout)(image)
+        outside = layout.shard(image).detach().requires_grad_()
+        outside.to_local().sum().backward()
+        assert outside.grad.placements == outside.placements
+    dist.barrier()
+
+
+def test_a_part_is_taken_audibly():
+    run_ranks(part, 2)
+
+
+def penalty():
+    layout = make_layout({"w": 2})
+    torch.manual_seed(4)
+    single = Head().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    results = []
+    for each in (model, single):
+        image = torch.linspace(-1, 1, 280, dtype=torch.float64).reshape(SHAPE).requires_grad_()
+        (gradient,) = torch.autograd.grad(each(image).square().sum(), image, create_graph=True)
+        F.silu(gradient).sum().backward()
+        results.append(image.grad)
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+def test_second_derivative_through_a_whole_activation():
+    run_ranks(penalty, 2)
