@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -248,6 +250,29 @@ def test_a_module_that_looks_at_values_is_told():
 
     with pytest.raises(ValueError, match="values"):
         torchtp.explain(Peeks(2, 2, 3), (1, 2, 8, 8), {"w": 2})
+
+
+def test_volumes_are_cut_in_depth():
+    network = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 2, 3, padding=1))
+    told = torchtp.explain(network, (1, 2, 8, 6, 6), {"d": 4})
+    assert told.share == 0.25
+    assert {e.num_exchanges for e in told.exchanges} == {1}
+    # an inner rank sends a plane of each input and of each output's gradient to both sides; the first needs no gradient
+    assert told.exchanged_bytes == 2 * 6 * 6 * 4 * (2 + 4 + 2 + 4)
+
+
+def test_threads_explain_one_after_the_other_and_nothing_grows():
+    network = make("unet")
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(lambda _: torchtp.explain(network, (1, 2, 13, 17), {"h": 2, "w": 2}), range(4)))
+    told.append(torchtp.explain(network, (1, 2, 13, 17), {"h": 2, "w": 2}))  # caches of DTensor are a thread's
+    assert len({each.exchanged_bytes for each in told}) == 1
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(5):
+        torchtp.explain(network, (1, 2, 13, 17), {"h": 2, "w": 2})
+    gc.collect()
+    assert len(gc.get_objects()) - before < 100
 
 
 def test_several_images():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
+import functools
 import math
 import random
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from torchtp.measure import SavedBytes
 
 _META = torch.device("meta")
 _MODULE = "torchtp.module"  # in a node's metadata: the path of the module whose forward made it
-_numbers = itertools.count()
+_alone = threading.Lock()  # names of groups and modes of torch are the whole process's
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,12 @@ class Counts:
 class _Mesh(DeviceMesh):
     """A mesh that one rank sees, equal to no other. Its groups can tell their rank and size, and nothing else."""
 
-    def __init__(self, axes: Mapping[str, int], coordinates: Sequence[int]):
-        number = next(_numbers)
-        sizes = tuple(axes.values())
+    def __init__(self, axes: tuple[str, ...], sizes: tuple[int, ...], coordinates: tuple[int, ...]):
         ranks = torch.arange(math.prod(sizes), device="cpu").view(sizes)
-        names = tuple(f"{axis} of rehearsal {number}" for axis in axes)
-        rank = int(ranks[tuple(coordinates)])
+        names = tuple(f"{axis} of {sizes} rehearsed at {coordinates}" for axis in axes)
+        rank = int(ranks[coordinates])
         super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
-        self._coordinates = tuple(coordinates)
+        self._coordinates = coordinates
         self._groups = []
         for name, size, coordinate in zip(names, sizes, coordinates, strict=True):
             group = ProcessGroup(dist.HashStore(), coordinate, size)
@@ -88,7 +87,7 @@ class _Mesh(DeviceMesh):
             self._groups.append(group)
         self._dim_group_names = [group.group_name for group in self._groups]
         if len(axes) > 1:  # as a layout flattens its spatial mesh: sums over all axes are one collective
-            flat = self._flatten_mapping["all"] = _Mesh({"all": math.prod(sizes)}, (rank,))
+            flat = self._flatten_mapping["all"] = _Mesh(("all",), (math.prod(sizes),), (rank,))
             if hasattr(self._layout, "coalesce"):  # torch before 2.13 finds it by exactly this
                 cast(Any, flat)._layout = self._layout.coalesce()
 
@@ -109,6 +108,10 @@ class _Mesh(DeviceMesh):
                 stack.callback(_unregister_process_group, group.group_name)
                 _C.set_exchange(group.group_name, "planned")
             yield [group.group_name for group in self._groups]
+
+
+# DTensor keeps what it has met in its caches: the same rank of the same mesh is the same object every time.
+_mesh = functools.cache(_Mesh)
 
 
 class _Modules:
@@ -261,11 +264,12 @@ def rehearse(
     images = [torch.empty(tuple(shape), dtype=dtype, device=_META) for shape in shapes]
     parameters = [parameter.detach() for parameter in module.parameters()]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_alone)
         stack.enter_context(_unchanged())
         stack.enter_context(_META)
         inputs = images
         if axes:
-            mesh = _Mesh(axes, coordinates)
+            mesh = _mesh(tuple(axes), tuple(axes.values()), tuple(coordinates))
             mark(mesh, range(mesh.ndim))
             observer = _Observer(counts, modules, stack.enter_context(mesh.registered()))
             lazy.prepare(module)
