@@ -17,6 +17,16 @@ struct Tap {
   float weight;
 };
 
+// Not fused with what is added to it: the place must be the same on every device, or it rounds to another row.
+inline TORCHTP_HOST_DEVICE float rounded_product(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  volatile float product = a * b;
+  return product;
+#endif
+}
+
 // One dim. Rows of this rank are [in_begin, in_begin + in_size) of in_extent, and [out_begin, ...) of out_extent.
 struct ResampleAxis {
   int32_t in_extent = 1, in_begin = 0, in_size = 1;
@@ -48,7 +58,7 @@ struct ResampleAxis {
     const auto row = static_cast<float>(o);
     if (mode == Resampling::kNearest) return {clipped(static_cast<int32_t>(floorf(row * step))), 1.0f};
     if (mode == Resampling::kNearestExact) return {clipped(static_cast<int32_t>(floorf((row + 0.5f) * step))), 1.0f};
-    float place = align_corners ? step * row : step * (row + 0.5f) - 0.5f;
+    float place = align_corners ? step * row : rounded_product(step, row + 0.5f) - 0.5f;
     if (mode == Resampling::kLinear) {
       if (in_extent == out_extent) return {o, k == 0 ? 1.0f : 0.0f};  // as ATen: copied, whatever the scale says
       if (place < 0) place = 0;

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "spatial/depthwise_cuda.h"
 #include "spatial/pull.h"
 
 namespace torchtp::spatial {
@@ -70,6 +71,9 @@ at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::o
     nothing |= is_empty(cut, wanted);
   }
   if (nothing) return no_rows(own, weight, global, cuts);
+#ifdef TORCHTP_CUDA
+  if (has_depthwise_cuda(input, weight, params)) return depthwise_cuda(input, weight, bias, params);
+#endif
   return at::convolution(input, weight, bias, params.stride, params.padding, params.dilation, false,
                          params.output_padding, params.groups);
 }
@@ -197,6 +201,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   if (nothing) {
     if (output_mask[0]) grad_input = at::zeros_like(input);
     if (output_mask[1]) grad_weight = at::zeros_like(weight);
+#ifdef TORCHTP_CUDA
+  } else if (has_depthwise_backward_cuda(input, weight, local)) {
+    std::tie(grad_input, grad_weight) = depthwise_backward_cuda(dy, input, weight, local, output_mask);
+#endif
   } else if (output_mask[0] || output_mask[1]) {
     std::tie(grad_input, grad_weight, std::ignore) = at::convolution_backward(
         dy, input, weight, c10::nullopt, local.stride, local.padding, local.dilation, params.transposed,

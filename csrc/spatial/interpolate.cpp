@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/interpolate.h"
+#include "spatial/interpolate_cuda.h"
 #include "spatial/own_taps.h"
 #include "spatial/pull.h"
 #include "spatial/slab.h"
@@ -79,6 +80,9 @@ at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
   const auto format = tensor.is_contiguous() ? at::MemoryFormat::Contiguous : tensor.suggest_memory_format();
   at::Tensor result = at::empty(sizes, tensor.options(), format);
   if (adjoint) result.zero_();
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu() || tensor.is_meta(),
+                              "interpolate: on a device only float32, bfloat16 and float16, with the CUDA build; got ",
+                              tensor.scalar_type());
   const Shape shape = around(tensor, axis.dim);
   if (tensor.is_meta() || tensor.numel() == 0 || result.numel() == 0) return result.zero_();
 
@@ -105,6 +109,19 @@ at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
   return result;
 }
 
+#ifdef TORCHTP_CUDA
+std::vector<ResampledDim> resampled_dims(const std::vector<Axis>& axes, at::IntArrayRef input_sizes,
+                                         const InterpolateParams& params) {
+  std::vector<ResampledDim> dims;
+  for (const Axis& axis : axes) {
+    const size_t index = axis.dim - 2;
+    dims.push_back({axis.cut ? axis.cut->extent : input_sizes[axis.dim], params.output_size[index], axis.taps->frame,
+                    axis.taps->outputs, params.scales[index]});
+  }
+  return dims;
+}
+#endif
+
 // 16-bit tensors are resampled in fp32, as ATen accumulates.
 at::ScalarType working_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -126,6 +143,11 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
   for (const Axis& axis : axes) {
     if (axis.cut) x = pull(x, *axis.cut, axis.taps->wanted, axis.taps->frame);
   }
+#ifdef TORCHTP_CUDA
+  if (has_cuda_kernels(x)) {
+    return interpolate_cuda(x, resampled_dims(axes, input.sizes(), params), params.mode, params.align_corners, false);
+  }
+#endif
   x = x.to(working_type(x.scalar_type()));
   // The last dim first: it has the shortest runs, and fewer rows before the others have grown.
   for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
@@ -136,8 +158,19 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
 
 at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
                                 const InterpolateParams& params, const std::vector<Cut>& cuts) {
-  const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.scalar_type(), true);
+  // Kernels have the exact adjoint of their forward; on the CPU ATen's backward is followed, which rounds otherwise.
+  const bool as_aten = !grad_output.is_cuda();
+  const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.scalar_type(), as_aten);
   at::Tensor grad = dense(grad_output).to(working_type(grad_output.scalar_type()));
+#ifdef TORCHTP_CUDA
+  if (has_cuda_kernels(grad)) {
+    grad = interpolate_cuda(grad, resampled_dims(axes, input_sizes, params), params.mode, params.align_corners, true);
+    for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
+      if (axis->cut) grad = push_add(grad, *axis->cut, axis->taps->wanted);
+    }
+    return grad.to(grad_output.scalar_type());
+  }
+#endif
   for (const Axis& axis : axes) {
     if (!axis.taps->copies) grad = resample(grad, axis, true);
   }

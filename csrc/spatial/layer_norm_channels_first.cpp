@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/layer_norm.h"
+#include "spatial/layer_norm_cuda.h"
 #include "spatial/norm.h"
 #include "spatial/slab.h"
 
@@ -64,6 +65,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first(const a
   TORCH_CHECK_VALUE(input.dim() >= 2, "layer_norm_channels_first: input needs dims [N, C, ...], got ", input.dim());
   const at::Tensor x = dense(input);
   const auto type = statistics_type(x.scalar_type());
+#ifdef TORCHTP_CUDA
+  if (has_layer_norm_cuda(x)) return layer_norm_cuda(x, weight, bias, eps);
+#endif
   if (atens(x)) {
     auto [y, mean, rstd] = at::native_layer_norm(channels_inner(x), {x.size(1)}, atens_factors(x, weight, 1),
                                                  atens_factors(x, bias, 0), eps);
@@ -95,6 +99,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first_backwar
     return gradient.to(weight ? weight->scalar_type() : type);
   };
   at::Tensor grad_input, grad_weight, grad_bias;
+#ifdef TORCHTP_CUDA
+  if (has_layer_norm_cuda(x)) {
+    std::tie(grad_input, grad_weight, grad_bias) = layer_norm_backward_cuda(dy, x, weight, mean, rstd, output_mask);
+    if (output_mask[1]) grad_weight = like_weight(grad_weight);
+    if (output_mask[2]) grad_bias = like_weight(grad_bias);
+    return {grad_input, grad_weight, grad_bias};
+  }
+#endif
   if (atens(x)) {
     const at::Tensor w = atens_factors(x, weight, 1);
     const at::Tensor m = mean.unsqueeze(-1), r = rstd.unsqueeze(-1);

@@ -1,0 +1,79 @@
+#include "spatial/interpolate_cuda.h"
+
+#ifdef TORCHTP_CUDA
+#include <ATen/Dispatch_v2.h>
+#include <ATen/ops/empty.h>
+
+#include "kernels/interpolate_cuda.h"
+
+namespace torchtp::spatial {
+namespace {
+
+int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
+
+kernels::ResampleAxis axis_of(const ResampledDim& dim, const std::string& mode, bool align_corners) {
+  kernels::ResampleAxis axis;
+  axis.in_extent = narrow(dim.in_extent);
+  axis.in_begin = narrow(dim.inputs.begin);
+  axis.in_size = narrow(dim.inputs.size());
+  axis.out_extent = narrow(dim.out_extent);
+  axis.out_begin = narrow(dim.outputs.begin);
+  axis.out_size = narrow(dim.outputs.size());
+  axis.align_corners = align_corners;
+  axis.mode = mode == "nearest"         ? kernels::Resampling::kNearest
+              : mode == "nearest-exact" ? kernels::Resampling::kNearestExact
+              : mode == "linear"        ? kernels::Resampling::kLinear
+                                        : kernels::Resampling::kCubic;
+  axis.set_step(dim.scale);
+  return axis;
+}
+
+// A dim that stays as it is.
+kernels::ResampleAxis same(int64_t extent) {
+  kernels::ResampleAxis axis;
+  axis.in_extent = axis.in_size = axis.out_extent = axis.out_size = narrow(extent);
+  return axis;
+}
+
+}  // namespace
+
+at::Tensor interpolate_cuda(const at::Tensor& x, const std::vector<ResampledDim>& dims, const std::string& mode,
+                            bool align_corners, bool adjoint) {
+  const OnDevice device(x);
+  const auto format = x.suggest_memory_format();
+  const bool channels_last = format != at::MemoryFormat::Contiguous;
+  at::Tensor from = x;
+  // Two dims at once, the last ones first; a third by itself, with those behind it as the inner one.
+  const auto count = static_cast<int64_t>(dims.size());
+  for (int64_t end = count; end > 0; end -= 2) {
+    const int64_t begin = std::max<int64_t>(0, end - 2);
+    std::vector<int64_t> sizes = from.sizes().vec();
+    kernels::ResampleParams params;
+    params.outer = channels_last ? sizes[0] : sizes[0] * sizes[1];
+    params.inner = channels_last ? sizes[1] : 1;
+    for (int64_t dim = 0; dim < begin; ++dim) params.outer *= sizes[dim + 2];
+    for (int64_t dim = end; dim < count; ++dim) params.inner *= sizes[dim + 2];
+    params.y = end - begin == 2 ? axis_of(dims[begin], mode, align_corners) : same(1);
+    params.x = axis_of(dims[end - 1], mode, align_corners);
+    for (int64_t dim = begin; dim < end; ++dim) {
+      sizes[dim + 2] = adjoint ? dims[dim].inputs.size() : dims[dim].outputs.size();
+    }
+    const at::Tensor to = at::empty(sizes, from.options(), format);
+    if (to.numel() > 0 && from.numel() == 0) return to.zero_();
+    AT_DISPATCH_V2(x.scalar_type(), "interpolate", AT_WRAP([&] {
+                     const scalar_t* const source = from.const_data_ptr<scalar_t>();
+                     scalar_t* const target = to.mutable_data_ptr<scalar_t>();
+                     if (adjoint) {
+                       kernels::launch_interpolate_adjoint(source, target, params, device.stream());
+                     } else {
+                       kernels::launch_interpolate(source, target, params, device.stream());
+                     }
+                   }),
+                   TORCHTP_CUDA_TYPES);
+    from = to;
+  }
+  return from;
+}
+
+}  // namespace torchtp::spatial
+#endif
