@@ -86,13 +86,14 @@ at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
   const Shape shape = around(tensor, axis.dim);
   if (tensor.is_meta() || tensor.numel() == 0 || result.numel() == 0) return result.zero_();
 
-  const kernels::Interpolation params{taps.frame.size(), taps.outputs.size(), shape.inner,
-                                      taps.each,         taps.places.data(),  taps.weights.data()};
-  const int64_t rows = std::max<int64_t>(1, 32768 / (params.out_extent * shape.inner));
+  const int64_t rows = std::max<int64_t>(1, 32768 / (taps.outputs.size() * shape.inner));
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const T* const in = tensor.const_data_ptr<T>();
     T* const out = result.data_ptr<T>();
+    const std::vector<T> weights(taps.weights.begin(), taps.weights.end());
+    const kernels::Interpolation<T> params{taps.frame.size(), taps.outputs.size(), shape.inner,
+                                           taps.each,         taps.places.data(),  weights.data()};
     at::parallel_for(0, shape.outer, rows, [&](int64_t begin, int64_t end) {
       if (adjoint) {
         kernels::interpolate_adjoint_cpu<T>(in, out, params, begin, end);
