@@ -13,10 +13,13 @@ struct PoolIndex {
   int64_t dilation[3];
 
   // Where PyTorch says the maximum is. A window of nothing but -inf answers with its first tap, which must not be
-  // padding.
+  // padding. Int holds the indices it divides: two divisions of 64 bits take as long as the pooling itself.
+  template <typename Int>
   TORCHTP_HOST_DEVICE int64_t to_global(int64_t index) const {
-    const int64_t rest = index / frame[2];
-    const int64_t at[3] = {rest / frame[1], rest % frame[1], index % frame[2]};
+    const Int place = static_cast<Int>(index), rows = static_cast<Int>(frame[1]), columns = static_cast<Int>(frame[2]);
+    const Int rest = place / columns;
+    const int64_t at[3] = {static_cast<int64_t>(rest / rows), static_cast<int64_t>(rest % rows),
+                           static_cast<int64_t>(place % columns)};
     int64_t out = 0;
     for (int i = 0; i < 3; ++i) {
       int64_t x = at[i] + begin[i];
@@ -26,9 +29,13 @@ struct PoolIndex {
     return out;
   }
 
+  template <typename Int>
   TORCHTP_HOST_DEVICE int64_t to_frame(int64_t index) const {
-    const int64_t rest = index / global[2];
-    const int64_t at[3] = {rest / global[1] - begin[0], rest % global[1] - begin[1], index % global[2] - begin[2]};
+    const Int place = static_cast<Int>(index), rows = static_cast<Int>(global[1]),
+              columns = static_cast<Int>(global[2]);
+    const Int rest = place / columns;
+    const int64_t at[3] = {static_cast<int64_t>(rest / rows) - begin[0], static_cast<int64_t>(rest % rows) - begin[1],
+                           static_cast<int64_t>(place % columns) - begin[2]};
     return (at[0] * frame[1] + at[1]) * frame[2] + at[2];
   }
 };

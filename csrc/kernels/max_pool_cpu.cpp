@@ -2,6 +2,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "kernels/max_pool.h"
 
@@ -32,25 +33,42 @@ void for_each_window(const MaxPoolParams& params, int64_t begin, int64_t end, co
   }
 }
 
+// Calls f with a value of the narrowest type that holds the indices of a plane of those extents.
+template <typename F>
+void with_index_type(const int64_t (&extents)[3], const F& f) {
+  if (static_cast<double>(extents[0]) * extents[1] * extents[2] <= std::numeric_limits<uint32_t>::max()) {
+    f(uint32_t{});
+  } else {
+    f(int64_t{});
+  }
+}
+
 }  // namespace
 
 void max_pool_to_global_cpu(int64_t* indices, const PoolIndex& index, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) indices[i] = index.to_global(indices[i]);
+  with_index_type(index.frame, [&](auto zero) {
+    for (int64_t i = begin; i < end; ++i) indices[i] = index.to_global<decltype(zero)>(indices[i]);
+  });
 }
 
 template <typename T, typename A>
 void max_pool_scatter_cpu(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
                           int64_t begin, int64_t end) {
-  for_each_window(params, begin, end, [&](int64_t out, int64_t base, int64_t step) {
-    grad_frame[base + params.index.to_frame(indices[out]) * step] += static_cast<A>(grad_output[out]);
+  with_index_type(params.index.global, [&](auto zero) {
+    for_each_window(params, begin, end, [&](int64_t out, int64_t base, int64_t step) {
+      const int64_t place = params.index.to_frame<decltype(zero)>(indices[out]);
+      grad_frame[base + place * step] += static_cast<A>(grad_output[out]);
+    });
   });
 }
 
 template <typename T>
 void max_pool_gather_cpu(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params, int64_t begin,
                          int64_t end) {
-  for_each_window(params, begin, end, [&](int64_t place, int64_t base, int64_t step) {
-    out[place] = frame[base + params.index.to_frame(indices[place]) * step];
+  with_index_type(params.index.global, [&](auto zero) {
+    for_each_window(params, begin, end, [&](int64_t place, int64_t base, int64_t step) {
+      out[place] = frame[base + params.index.to_frame<decltype(zero)>(indices[place]) * step];
+    });
   });
 }
 

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
 #include <ATen/ops/max_pool3d_with_indices.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <limits>
@@ -112,7 +111,7 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
   const at::Tensor places = indices.contiguous(format), dy = grad_output.contiguous(format);
   // Sums of 16-bit gradients are rounded once, at the end.
   const at::ScalarType sum_type = at::isReducedFloatingType(dy.scalar_type()) ? at::kFloat : dy.scalar_type();
-  const at::Tensor grad = at::zeros(geometry.frame_sizes(), dy.options().dtype(sum_type)).contiguous(format);
+  const at::Tensor grad = at::empty(geometry.frame_sizes(), dy.options().dtype(sum_type), format).zero_();
   if (!geometry.nothing() && !grad.is_meta()) {
     const auto plan = params_of(geometry, places, format);
     AT_DISPATCH_V2(dy.scalar_type(), "max_pool_backward", AT_WRAP([&] {
