@@ -122,9 +122,9 @@ def test_parameters_of_norms_get_plain_gradients_from_a_gradient_penalty():
 
 
 def run_unmarked():
-    mesh = device_mesh_of((2,))
+    mesh = device_mesh_of((1, 2, 1))  # no other test's: marks are for all equal meshes of a process
     scale = torch.ones(3).requires_grad_()
-    x = distribute_tensor(torch.ones(2, 3), mesh, [Replicate()], src_data_rank=None)
+    x = distribute_tensor(torch.ones(2, 3), mesh, [Replicate()] * 3, src_data_rank=None)
     with pytest.raises(RuntimeError, match="mixed"):
         _ = x * scale
 

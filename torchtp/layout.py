@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtp.agreement import Agreement
 from torchtp.dtensor import mark
 from torchtp.dtensor.cut import dense_stride
+from torchtp.dtensor.whole import Cut, dense_format
 
 
 class Layout:
@@ -110,11 +111,11 @@ class Layout:
             return full
         placements = self.placements(full.dim())
         if full.requires_grad and torch.is_grad_enabled():
-            return self.replicate(full).redistribute(placements=placements)
+            return Cut.apply(full, self.spatial_mesh, placements)
         local = full.detach()[self.tile(full.shape)]
         if local.shape != full.shape:
             # Memory of its own: a view would keep the whole image alive, and every pull would make it dense anew.
-            local = local.clone(memory_format=_dense_format(full))
+            local = local.clone(memory_format=dense_format(full))
         return self._wrap(local, full.shape, placements)
 
     def from_tile(self, tile: torch.Tensor, global_shape: Sequence[int]) -> DTensor:
@@ -217,11 +218,3 @@ def _check_axes(names: tuple[str, ...] | None, spatial: Mapping[str, int], data:
 
 def _flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
-
-
-def _dense_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format in which a copy of a part of `tensor` is dense."""
-    for layout, num_dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-        if tensor.dim() == num_dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
-            return layout
-    return torch.contiguous_format

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
-from torchtp.dtensor.sharing import share_of
+from torchtp.dtensor.sharing import Share, share_of
 
 _state = threading.local()
 
@@ -205,6 +205,8 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
+            return Share.apply(grad), None
         return torch.ops.torchtp.share(grad), None
 
 

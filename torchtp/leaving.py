@@ -7,6 +7,7 @@ mean rule holds instead: a rank's gradient is its contribution, and the gradient
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from typing import Any
 
@@ -53,7 +54,10 @@ class Contributed(torch.autograd.Function):
 def _inside(tensor: DTensor) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not tensor.requires_grad:
         return False
-    return lazy.is_running() and is_marked(tensor.device_mesh)
+    if not lazy.is_running() or not is_marked(tensor.device_mesh):
+        return False
+    caller = sys._getframe(2).f_globals["__name__"]
+    return not caller.startswith("torch.distributed.")  # derivatives of DTensor itself
 
 
 def _say_part(tensor: DTensor) -> None:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp import lazy, leaving, randomness
 from torchtp.agreement import Described
+from torchtp.dtensor.whole import Gather
 from torchtp.gradients import GradientReducer, broadcast_parameters
 from torchtp.layout import Layout
 
@@ -192,7 +193,7 @@ class _State:
             if not isinstance(leaf, DTensor):
                 return lazy.unwrap(leaf)
             if self.output == "full":
-                return leaf.full_tensor()
+                return Gather.apply(leaf)
             if self.output == "local":
                 whole = tuple(Replicate() if isinstance(place, Partial) else place for place in leaf.placements)
                 return (leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local()

@@ -1,0 +1,46 @@
+"""From a tensor that every rank holds to its parts and back, differentiable to any order (upstream's are not on torch 2.11)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Replicate, plain_shard
+
+
+class Cut(torch.autograd.Function):
+    """This rank's part of what every rank holds, in memory of its own; no communication, its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+        part = cut_locally(full, mesh, placements)
+        return wrap(part.clone(memory_format=dense_format(full)), mesh, placements, full.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None, None]:
+        return Gather.apply(grad), None, None
+
+
+class Gather(torch.autograd.Function):
+    """The whole on every rank; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh = tensor.device_mesh
+        ctx.placements = tuple(p if plain_shard(p) else Replicate() for p in tensor.placements)
+        whole = full_of(tensor)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Cut.apply(grad, ctx.mesh, ctx.placements)
+
+
+def dense_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The memory format in which a copy of a part of `tensor` is dense."""
+    for layout, num_dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if tensor.dim() == num_dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout):
+            return layout
+    return torch.contiguous_format
