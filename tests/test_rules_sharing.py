@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from rules import DATA_W, H4, HW, W3, assert_same, check, device_mesh_of, mean_over_ranks, num_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchtp
@@ -119,15 +119,3 @@ def run_group_norm_penalty():
 
 def test_parameters_of_norms_get_plain_gradients_from_a_gradient_penalty():
     run_ranks(run_group_norm_penalty, 3)
-
-
-def run_unmarked():
-    mesh = device_mesh_of((1, 2, 1))  # no other test's: marks are for all equal meshes of a process
-    scale = torch.ones(3).requires_grad_()
-    x = distribute_tensor(torch.ones(2, 3), mesh, [Replicate()] * 3, src_data_rank=None)
-    with pytest.raises(RuntimeError, match="mixed"):
-        _ = x * scale
-
-
-def test_dtensors_of_other_meshes_are_as_before():
-    run_ranks(run_unmarked, 2)
