@@ -190,4 +190,8 @@ def _by_autograd_itself() -> bool:
 
 
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
+    (cut,) = (arg for arg in args if isinstance(arg, DTensor))
+    if any(placement.is_shard() for placement in spec_of(cut).placements) and not whole.any():
+        return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
     return op(*(share_of(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
