@@ -2,6 +2,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/movedim.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -72,17 +74,30 @@ Shape around(const at::Tensor& tensor, int64_t dim) {
   return shape;
 }
 
+// Where there is no kernel: as a product with the matrix of the weights, on any device.
+at::Tensor resample_by_matrix(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
+  const OwnTaps& taps = *axis.taps;
+  const int64_t outputs = taps.outputs.size(), inputs = taps.frame.size();
+  at::Tensor matrix = at::zeros({outputs, inputs}, at::kDouble);
+  double* const weights = matrix.mutable_data_ptr<double>();
+  for (int64_t tap = 0; tap < outputs * taps.each; ++tap) {
+    weights[tap / taps.each * inputs + taps.places[tap]] += taps.weights[tap];
+  }
+  matrix = matrix.to(tensor.options());
+  const at::Tensor rows = at::movedim(tensor, axis.dim, -1);
+  const at::Tensor result = at::matmul(rows, adjoint ? matrix : matrix.t());
+  return at::movedim(result, -1, axis.dim).contiguous(tensor.suggest_memory_format());
+}
+
 // One dim of the resampling or of its adjoint, on rows of this rank.
 at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
+  if (!tensor.is_cpu() && !tensor.is_meta()) return resample_by_matrix(tensor, axis, adjoint);
   std::vector<int64_t> sizes = tensor.sizes().vec();
   const OwnTaps& taps = *axis.taps;
   sizes[axis.dim] = adjoint ? taps.frame.size() : taps.outputs.size();
   const auto format = tensor.is_contiguous() ? at::MemoryFormat::Contiguous : tensor.suggest_memory_format();
   at::Tensor result = at::empty(sizes, tensor.options(), format);
   if (adjoint) result.zero_();
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu() || tensor.is_meta(),
-                              "interpolate: on a device only float32, bfloat16 and float16, with the CUDA build; got ",
-                              tensor.scalar_type());
   const Shape shape = around(tensor, axis.dim);
   if (tensor.is_meta() || tensor.numel() == 0 || result.numel() == 0) return result.zero_();
 
@@ -111,6 +126,10 @@ at::Tensor resample(const at::Tensor& tensor, const Axis& axis, bool adjoint) {
 }
 
 #ifdef TORCHTP_CUDA
+bool has_interpolate_cuda(const at::Tensor& tensor, const InterpolateParams& params) {
+  return has_cuda_kernels(tensor) && params.mode.find("antialias") == std::string::npos;
+}
+
 std::vector<ResampledDim> resampled_dims(const std::vector<Axis>& axes, at::IntArrayRef input_sizes,
                                          const InterpolateParams& params) {
   std::vector<ResampledDim> dims;
@@ -145,7 +164,7 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
     if (axis.cut) x = pull(x, *axis.cut, axis.taps->wanted, axis.taps->frame);
   }
 #ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) {
+  if (has_interpolate_cuda(x, params)) {
     return interpolate_cuda(x, resampled_dims(axes, input.sizes(), params), params.mode, params.align_corners, false);
   }
 #endif
@@ -159,12 +178,14 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
 
 at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
                                 const InterpolateParams& params, const std::vector<Cut>& cuts) {
-  // Kernels have the exact adjoint of their forward; on the CPU ATen's backward is followed, which rounds otherwise.
-  const bool as_aten = !grad_output.is_cuda();
+  bool as_aten = true;  // ATen's backward of nearest modes rounds otherwise than its forward
+#ifdef TORCHTP_CUDA
+  as_aten = !has_interpolate_cuda(grad_output, params);  // kernels have the exact adjoint of their forward
+#endif
   const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.scalar_type(), as_aten);
   at::Tensor grad = dense(grad_output).to(working_type(grad_output.scalar_type()));
 #ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(grad)) {
+  if (!as_aten) {
     grad = interpolate_cuda(grad, resampled_dims(axes, input_sizes, params), params.mode, params.align_corners, true);
     for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
       if (axis->cut) grad = push_add(grad, *axis->cut, axis->taps->wanted);

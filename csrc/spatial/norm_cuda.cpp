@@ -25,7 +25,7 @@ struct Layout {
 
 // [rows, columns] in float, as a kernel reads them.
 at::Tensor factors(const Numbers& numbers, int64_t rows, int64_t columns) {
-  return numbers.tensor().to(at::kFloat).expand({rows, columns}).contiguous();
+  return numbers.to_tensor(at::kFloat, {numbers.rows(), numbers.columns()}).expand({rows, columns}).contiguous();
 }
 
 const float* data(const at::Tensor& factors) { return factors.const_data_ptr<float>(); }
