@@ -16,7 +16,9 @@ int64_t splits_of(const HaloExtents& points, const DepthwiseParams& params) {
   using Tile = DepthwiseWeightTile<float, 3, kChannelsLast>;
   const HaloPlanes<float> planes{points};
   const int32_t tile = Tile::make(planes, planes, nullptr, params.batches, 0, 0, false).splits;
-  return std::max(tile, DepthwiseWeightAny<float, kChannelsLast>::splits_of(params));
+  const int32_t wide =
+      DepthwiseWeightWide<float, kChannelsLast>::make(planes, planes, nullptr, params, 0, 0, false).splits;
+  return std::max({tile, wide, DepthwiseWeightAny<float, kChannelsLast>::splits_of(params)});
 }
 
 }  // namespace

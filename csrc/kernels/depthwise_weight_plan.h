@@ -3,6 +3,7 @@
 #include "kernels/depthwise_any.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "kernels/depthwise_weight_tile.h"
+#include "kernels/depthwise_weight_wide.h"
 #include "kernels/split_sum.h"
 
 // Which program computes the gradient of the filters; see depthwise_plan.h for Run.
@@ -63,6 +64,18 @@ int32_t run_weight_tile(const Run& run, const HaloPlanes<T>& in, const HaloPlane
 }
 
 template <bool kChannelsLast, typename T, typename Run>
+int32_t run_weight_wide(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
+                        const DepthwiseParams& params) {
+  using Wide = DepthwiseWeightWide<T, kChannelsLast>;
+  const DepthwiseParams back = input_grad_as_forward(params);
+  const Wide wide = grad_out.has_halo()
+                        ? Wide::make(in, grad_out, scratch, params, back.y.offset, back.x.offset, true)
+                        : Wide::make(grad_out, in, scratch, params, params.y.offset, params.x.offset, false);
+  run.program(wide);
+  return wide.splits;
+}
+
+template <bool kChannelsLast, typename T, typename Run>
 int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
                           const DepthwiseParams& params) {
   const HaloPlanes<T>& points = grad_out.has_halo() ? in : grad_out;
@@ -72,6 +85,9 @@ int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPla
     if (params.y.kernel == 3) return run_weight_tile<3, kChannelsLast>(run, in, grad_out, scratch, params);
     if (params.y.kernel == 5) return run_weight_tile<5, kChannelsLast>(run, in, grad_out, scratch, params);
     if (params.y.kernel == 7) return run_weight_tile<7, kChannelsLast>(run, in, grad_out, scratch, params);
+  }
+  if (!both && unit_steps(params) && DepthwiseWeightWide<T, kChannelsLast>::fits(params)) {
+    return run_weight_wide<kChannelsLast>(run, in, grad_out, scratch, params);
   }
   using Any = DepthwiseWeightAny<T, kChannelsLast>;
   const Any any{in, grad_out, scratch, params, Any::splits_of(params)};

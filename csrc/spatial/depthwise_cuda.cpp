@@ -83,8 +83,7 @@ at::Tensor depthwise_cuda(const at::Tensor& input, const at::Tensor& weight, con
 }
 
 bool has_depthwise_backward_cuda(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  return is_depthwise(input, weight, params) && unit_steps(params) && weight.size(2) == weight.size(3) &&
-         (weight.size(2) == 3 || weight.size(2) == 5 || weight.size(2) == 7);
+  return is_depthwise(input, weight, params) && unit_steps(params);
 }
 
 std::tuple<at::Tensor, at::Tensor> depthwise_backward_cuda(const at::Tensor& grad_output, const at::Tensor& input,

@@ -82,6 +82,14 @@ void shards_narrower_than_the_kernel_or_empty() {
   check<float>({3, 1, 1, 1, 1, 3, 3, 5, 2, 4});
 }
 
+void wide_kernels() {
+  check<float>({13, 1, 6, 1, 2, 3, 20, 70, 2, 2});
+  check<float>({31, 1, 15, 1, 1, 2, 18, 40, 1, 2});
+  check<float>({9, 1, 4, 1, 1, 11, 33, 9, 2, 1});
+  check<float>({6, 1, 2, 1, 1, 2, 12, 13, 2, 2});
+  check<c10::BFloat16>({11, 1, 5, 1, 1, 9, 12, 36, 1, 2});
+}
+
 void every_other_kernel() {
   check<float>({13, 1, 6, 1, 1, 2, 18, 20, 1, 2});
   check<float>({3, 2, 1, 1, 1, 3, 17, 23, 2, 3});
@@ -101,6 +109,7 @@ int main() {
   return test::run({{"one rank", one_rank},
                     {"halos of every side", halos_of_every_side},
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
+                    {"wide kernels", wide_kernels},
                     {"every other kernel", every_other_kernel},
                     {"half precision", half_precision}});
 }
