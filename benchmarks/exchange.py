@@ -17,7 +17,13 @@ import torch.distributed as dist
 from benchmarks.common import Spread, measure, parser, report, run_ranks, slowest
 
 # (outer, extent of both ranks together, inner): a cut dim with much, little and nothing behind it, in fp32.
-TENSORS = {"H of 64 x 512 x 512": (64, 512, 512), "W of 64 x 512 x 512": (64 * 512, 512, 1), "small": (4, 32, 64)}
+TENSORS = {
+    "H of 4 x 32 x 64": (4, 32, 64),
+    "H of 16 x 128 x 256": (16, 128, 256),
+    "W of 16 x 128 x 256": (16 * 128, 256, 1),
+    "H of 64 x 512 x 512": (64, 512, 512),
+    "W of 64 x 512 x 512": (64 * 512, 512, 1),
+}
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 
 
@@ -77,7 +83,7 @@ def measure_all(names: list[str], sizes: list[int], repeat: int, inner: int) -> 
 
 def main() -> None:
     args = parser(__doc__).parse_args()
-    names = ["small"] if args.quick else list(TENSORS)
+    names = list(TENSORS)[:1] if args.quick else list(TENSORS)
     sizes = SIZES[:2] if args.quick else SIZES
     repeat, inner = (3, 3) if args.quick else (args.repeat, 20)
     rows = []

@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 from models import make_network
 
+from benchmarks import summary
 from torchtp.testing import run_ranks
 
 README = Path(__file__).parents[1] / "README.md"
+
+
+def test_figures_are_those_of_the_result_files():
+    assert summary.BEGIN + summary.text() + summary.END in README.read_text()
 
 
 def _run_example(program, folder):
