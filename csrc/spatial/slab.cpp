@@ -47,6 +47,29 @@ struct Blocks {
   }
 };
 
+template <size_t kNumBytes>
+void copy_fixed(std::byte* to, const std::byte* from) {
+  std::memcpy(to, from, kNumBytes);
+}
+
+// A halo of a few columns is many thousand runs of a few bytes, for which a call of memcpy takes longer than the copy.
+void copy_run(std::byte* to, const std::byte* from, size_t num_bytes) {
+  switch (num_bytes) {
+    case 4:
+      return copy_fixed<4>(to, from);
+    case 8:
+      return copy_fixed<8>(to, from);
+    case 12:
+      return copy_fixed<12>(to, from);
+    case 16:
+      return copy_fixed<16>(to, from);
+    case 24:
+      return copy_fixed<24>(to, from);
+    default:
+      std::memcpy(to, from, num_bytes);
+  }
+}
+
 // From the sizes, not the strides: the stride of a dim of size 1 means nothing.
 Blocks blocks_of(const at::Tensor& tensor, int64_t dim, const Interval& rows) {
   const bool channels_last = layout_of(tensor) != kContiguous;
@@ -94,7 +117,7 @@ class RowsSource : public exchange::Source {
   RowsSource(const at::Tensor& tensor, const Blocks& blocks) : tensor_(tensor), blocks_(blocks) {}
   void read(size_t offset, std::byte* out, size_t num_bytes) const override {
     blocks_.for_each(offset, num_bytes,
-                     [&](const std::byte* from, size_t at, size_t bytes) { std::memcpy(out + at, from, bytes); });
+                     [&](const std::byte* from, size_t at, size_t bytes) { copy_run(out + at, from, bytes); });
   }
 
  private:
@@ -121,7 +144,7 @@ class RowsSink : public exchange::Sink {
   }
 
  protected:
-  virtual void merge(std::byte* to, const std::byte* from, size_t num_bytes) { std::memcpy(to, from, num_bytes); }
+  virtual void merge(std::byte* to, const std::byte* from, size_t num_bytes) { copy_run(to, from, num_bytes); }
   virtual void merge_tensor(at::Tensor& to, const at::Tensor& from) { to.copy_(from); }
 
   at::Tensor tensor_;
@@ -169,7 +192,7 @@ at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous(tensor.sug
 
 void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to, int64_t at, const Interval& before,
               const Interval& after, int64_t dim, double fill) {
-  if (to.numel() == 0) return;
+  if (to.numel() == 0 || (rows.empty() && before.empty() && after.empty())) return;
   const Blocks source = blocks_of(from, dim, rows), target = blocks_of(to, dim, {at, at + rows.size()}),
                left = blocks_of(to, dim, before), right = blocks_of(to, dim, after);
   const Filling filling(to.scalar_type(), fill, std::max(left.block_bytes, right.block_bytes));
@@ -180,13 +203,17 @@ void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to
   at::parallel_for(0, static_cast<int64_t>(target.num_blocks * pieces), grain, [&](int64_t begin, int64_t end) {
     for (size_t work = begin; work < static_cast<size_t>(end); ++work) {
       const size_t block = work / pieces, piece = work % pieces;
-      if (piece == 0) filling.write(left.data + block * left.stride_bytes, left.block_bytes);
+      if (piece == 0 && left.block_bytes > 0) {
+        filling.write(left.data + block * left.stride_bytes, left.block_bytes);
+      }
       if (same_layout && !rows.empty()) {
         const size_t first = source.block_bytes * piece / pieces, last = source.block_bytes * (piece + 1) / pieces;
         std::memcpy(target.data + block * target.stride_bytes + first,
                     source.data + block * source.stride_bytes + first, last - first);
       }
-      if (piece == 0) filling.write(right.data + block * right.stride_bytes, right.block_bytes);
+      if (piece == 0 && right.block_bytes > 0) {
+        filling.write(right.data + block * right.stride_bytes, right.block_bytes);
+      }
     }
   });
   if (!same_layout && !rows.empty()) to.narrow(dim, at, rows.size()).copy_(from.narrow(dim, rows.begin, rows.size()));
