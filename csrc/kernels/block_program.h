@@ -3,10 +3,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "core/host_device.h"
 
 // A kernel whose threads work together, written so that the CPU can run it too: a program is a struct of plain values
@@ -34,6 +36,10 @@ inline TORCHTP_HOST_DEVICE constexpr int log2_up(int64_t value) {
   while ((int64_t{1} << log) < value) ++log;
   return log;
 }
+
+// Of shared memory that a launch may ask for. With 16 KiB known when a kernel is compiled (tests/test_ptxas.py) a block
+// needs at most 216 KiB.
+constexpr size_t kMostSharedBytes = 200 * 1024;
 
 struct NoState {};
 
@@ -80,6 +86,9 @@ void run_on_host(const Program& program) {
     std::byte bytes[16];
   };
   const int64_t blocks = program.num_blocks();
+  if (program.shared_bytes() > kMostSharedBytes) {
+    throw Error("a block asks for " + std::to_string(program.shared_bytes()) + " bytes of shared memory");
+  }
   std::vector<typename Program::State> states(Program::kThreads);
   for (int64_t block = 0; block < blocks; ++block) {
     // Of exactly the size that a launch asks for, and never zero, so that sanitizers and tests see a slip.

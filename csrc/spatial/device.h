@@ -7,12 +7,20 @@
 #ifdef TORCHTP_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 
 namespace torchtp::spatial {
 
+// What a block must be able to have (block_program.h). sm_90 and sm_100 give it 227 KiB.
+constexpr int kSharedBytesNeeded = 216 * 1024;
+
 inline bool has_cuda_kernels(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
-  return tensor.is_cuda() && (type == at::kFloat || type == at::kHalf || type == at::kBFloat16);
+  if (!tensor.is_cuda() || (type != at::kFloat && type != at::kHalf && type != at::kBFloat16)) return false;
+  int shared_bytes = 0;
+  const auto status =
+      cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, tensor.device().index());
+  return status == cudaSuccess && shared_bytes >= kSharedBytesNeeded;
 }
 
 // Makes the tensor's device current for as long as it lives.
