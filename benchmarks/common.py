@@ -120,6 +120,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def _flags_that_count() -> list[str]:
+    """This program's flags but where the result goes."""
+    flags = sys.argv[1:]
+    if "--out" in flags:
+        at = flags.index("--out")
+        del flags[at : at + 2]
+    return flags
+
+
 def report(
     name: str,
     rows: Sequence[dict[str, Any]],
@@ -146,7 +155,7 @@ def report(
             {
                 "benchmark": name,
                 "machine": where,
-                "command": " ".join(sys.argv[1:]),
+                "command": " ".join(["python -m", f"benchmarks.{name}", *_flags_that_count()]),
                 "notes": notes or {},
                 "rows": plain,
             },
