@@ -1,5 +1,7 @@
 """One training step on 1 rank : the same step on 2 ranks : the same with an exchange that does nothing (the bound).
 
+Beside them what the machine gives without torchtp: every rank trains the plain network on a part of the image by itself.
+
     python -m benchmarks.train_step
 
 The network of examples/train_disparity.py and ConvNeXt-T at 512 x 1024, fp32, one thread a rank. The three are timed in
@@ -63,8 +65,9 @@ def measure_workload(name: str, repeat: int, keep: bool) -> dict[str, list[float
     single = Step(make(), images)
     layout = torchtp.Layout(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("w",)), spatial={"w": -1})
     sharded = Step(torchtp.parallelize(make(), layout), images)
+    part = Step(make(), layout.shard(images).to_local().clone())
     group = layout.spatial_mesh.get_group(0).group_name
-    seconds: dict[str, list[float]] = {"one": [], "sharded": [], "bound": []}
+    seconds: dict[str, list[float]] = {"one": [], "sharded": [], "bound": [], "part": []}
 
     def timed(step: Step) -> float:
         dist.barrier()
@@ -78,8 +81,9 @@ def measure_workload(name: str, repeat: int, keep: bool) -> dict[str, list[float
         _C.set_exchange(group, "none")
         bound = timed(sharded)
         _C.set_exchange(group, "auto")
+        apart = timed(part)
         if turn > 0:
-            for key, value in (("one", alone), ("sharded", both), ("bound", bound)):
+            for key, value in (("one", alone), ("sharded", both), ("bound", bound), ("part", apart)):
                 seconds[key].append(value)
     return seconds
 
@@ -94,7 +98,9 @@ def main() -> None:
         per_rank = run_ranks(
             measure_workload, args.ranks, name, 3 if args.quick else args.repeat, not args.system_malloc
         )
-        one, sharded, bound = (slowest([result[key] for result in per_rank]) for key in ("one", "sharded", "bound"))
+        one, sharded, bound, part = (
+            slowest([result[key] for result in per_rank]) for key in ("one", "sharded", "bound", "part")
+        )
         rows.append(
             {
                 "workload": name,
@@ -102,7 +108,9 @@ def main() -> None:
                 "one_rank_s": Spread.of(one),
                 "sharded_s": Spread.of(sharded),
                 "nothing_exchanged_s": Spread.of(bound),
+                "parts_alone_s": Spread.of(part),
                 "speedup": Spread.of([a / b for a, b in zip(one, sharded, strict=True)]),
+                "machine_speedup": Spread.of([a / b for a, b in zip(one, part, strict=True)]),
                 "over_bound": Spread.of([a / b for a, b in zip(sharded, bound, strict=True)]),
             }
         )
@@ -114,6 +122,8 @@ def main() -> None:
             "1 rank, ms": lambda row: row["one_rank_s"].text(1e3),
             f"{args.ranks} ranks, ms": lambda row: row["sharded_s"].text(1e3),
             "exchange does nothing, ms": lambda row: row["nothing_exchanged_s"].text(1e3),
+            "plain parts, ms": lambda row: row["parts_alone_s"].text(1e3),
+            "1 rank : parts": lambda row: row["machine_speedup"].text(digits=2),
             "1 rank : sharded": lambda row: row["speedup"].text(digits=2),
             "sharded : bound": lambda row: row["over_bound"].text(digits=3),
         },
