@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import cut_locally, cut_of, wrap
-from torchtp.dtensor.pointwise import aligned, common_placements, pointwise
+from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
 from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.spatial import is_spatial
@@ -59,7 +59,7 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     reduction = values[at]
     if reduction == _NONE:
         return pointwise(op, tuple(values), {})
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
     mesh, placements = common_placements(op, tensors, shape)
     values = [aligned(op, value, shape, mesh, placements) for value in values]
     values[at] = _SUM
@@ -79,7 +79,7 @@ def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, A
     reduction = values[at]
     if reduction == _NONE:
         return pointwise(op, tuple(values), {})
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
     mesh, placements = common_placements(op, tensors, shape)
     grad = _whole(values[0])
     locals_ = [aligned(op, value, shape, mesh, placements) for value in values[1:]]

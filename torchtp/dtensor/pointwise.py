@@ -49,7 +49,7 @@ _IN_PLACE = words(
 )
 
 
-_broadcast = lru_cache(4096)(torch.broadcast_shapes)
+broadcast_shapes = lru_cache(4096)(torch.broadcast_shapes)  # which takes longer than most of what it is asked for
 
 
 @spatial_rule(*_FUNCTIONAL)
@@ -71,7 +71,7 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = spec.mesh
         if not axes_of(mesh).spatial and all(isinstance(tensor, DTensor) for tensor in tensors):
             return passthrough(op, args, kwargs)
-        shape = _broadcast(*(tensor.shape for tensor in tensors))
+        shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
         if torch._C._current_graph_task_id() != -1 and _is_accumulation(op, tensors):
             return _accumulate(op, args, kwargs)
         placements = _common(op, tensors, shape, mesh)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtp import _C
 from torchtp.dtensor.upstream import DTensor, Partial, Replicate, Shard, local_of, make_dtensor, make_spec
 
 _ATTRIBUTE = "_torchtp_hands_out"
@@ -58,12 +59,9 @@ def share_of(grad: DTensor) -> torch.Tensor:
         if type(placement) is not Shard:
             raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
         factor *= mesh.size(axis)
-        extent = grad.size(placement.dim)
-        step = -(-extent // mesh.size(axis))
-        begin = min(extent, mesh.get_local_rank(axis) * step)
         if own[placement.dim] != slice(None):
             raise NotImplementedError("a gradient cut twice along one dim can't be shared out among ranks")
-        own[placement.dim] = slice(begin, begin + local.size(placement.dim))
+        own[placement.dim] = slice(*_C.owned(grad.size(placement.dim), mesh.size(axis), mesh.get_local_rank(axis)))
         whole = local.new_zeros(grad.shape)
     if whole is not None:
         whole[tuple(own)] = local * factor
