@@ -12,17 +12,19 @@ VENV ?= .venv
 RANKS ?= 2
 DEMO_FLAGS ?= --dtype float64
 TESTS ?= tests
+RELEASE_ARCHITECTURES ?= 8.0;8.6;8.9;9.0;10.0;12.0+PTX
+TRIALS ?= 1000
 
 bin := $(VENV)/bin
 sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
-formatted := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
+formatted := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
 say = @printf '\n\033[1m[torchtp]\033[0m %s\n'
 
-.PHONY: help env build demo test lint format sdist clean distclean
+.PHONY: help env build demo test test-long lint format sdist release-cuda clean distclean
 
 help:  ## list the commands
 	@echo 'torchtp: train on images cut over several devices'
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 	@echo 'Variables: PYTHON=$(PYTHON) (3.10 to 3.13), TORCH="$(TORCH)" (what pip installs), VENV=$(VENV), RANKS=$(RANKS),'
 	@echo '           TORCHTP_CUDA=0/1 (CPU or CUDA build; unset: by torch and nvcc), MAX_JOBS (compilers at once).'
 
@@ -58,6 +60,17 @@ test: $(VENV)/built.stamp  ## run the whole test suite (TESTS=tests/test_x.py fo
 	$(say) 'running $(TESTS)'
 	$(bin)/python -m pytest $(TESTS) $(TEST_FLAGS)
 
+test-long: $(VENV)/built.stamp  ## run the tests marked long, which take minutes or gigabytes each (TESTS=... for a part)
+	$(say) 'running the long tests of $(TESTS)'
+	$(bin)/python -m pytest -m long --timeout 1800 $(TESTS) $(TEST_FLAGS)
+
+chaos: $(VENV)/torch.stamp  ## kill, stop and slow ranks at random moments, TRIALS times; and nonsense in shared memory
+	$(say) '$(TRIALS) trials'
+	@$(MAKE) -s -C tests/cpp chaos_test hostile_test BUILD=$(CURDIR)/build/cpp/none \
+	  TORCH_INCLUDE=$$($(bin)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent / "include")')
+	build/cpp/none/tests/cpp/chaos_test $(TRIALS)
+	build/cpp/none/tests/cpp/hostile_test 20
+
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/torch.stamp
 	$(say) 'installing the formatters and checkers'
 	@$(bin)/python -m pip install -q --disable-pip-version-check $$($(bin)/python tools/requirements.py lint)
@@ -78,6 +91,15 @@ sdist: $(VENV)/tools.stamp  ## make a source distribution in dist/
 	$(say) 'packing the sources into dist/'
 	@$(bin)/python setup.py -q sdist
 	@ls dist/*.tar.gz
+
+release-cuda: $(VENV)/tools.stamp  ## make a wheel in dist/ for cards from sm_80 to sm_120, with PTX for later ones (needs nvcc; long)
+	$(say) 'building for $(RELEASE_ARCHITECTURES); log in build/release.log'
+	@mkdir -p build
+	@rm -rf build/release && $(bin)/python setup.py -q sdist -d build/release && tar -xzf build/release/*.tar.gz -C build/release --strip-components=1
+	@TORCHTP_CUDA=1 TORCH_CUDA_ARCH_LIST='$(RELEASE_ARCHITECTURES)' \
+	  $(bin)/python -m pip wheel -v --disable-pip-version-check --no-build-isolation --no-deps -w dist build/release >build/release.log 2>&1 \
+	  || { tail -n 40 build/release.log; exit 1; }
+	@ls -l dist/*.whl
 
 clean:  ## remove what was built, keep the environment
 	rm -rf build dist *.egg-info torchtp/_C*.so $(VENV)/built.stamp

@@ -1,51 +1,130 @@
-"""An allreduce of fp32 sums: torchtp with the buffer anywhere and in the shared segment : gloo, in the same processes.
+"""An allreduce of fp32 sums by torchtp, gloo and Open MPI, turn and turn about.
 
     python -m benchmarks.allreduce
 
-Synchronous calls as a training loop makes them (`dist.all_reduce`). One repetition measures all three one after the
-other, so that a busy machine disturbs them alike.
+torchtp as Python calls it (`dist.all_reduce`) and as the floors without torch do it, each with the buffer anywhere and
+in the shared segment; gloo from Python; Open MPI from C, where it is installed. Beside them the bound: one read of every
+input and one write of every output, at the rate at which the same ranks copy buffers of this size at the same time.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.common import Spread, measure, parser, report, run_ranks, slowest
+from benchmarks import teams
+from benchmarks.common import Spread, parser, report
 
 SIZES = [1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20]
 RANKS = (2, 4)
-KINDS = ("torchtp", "segment", "gloo")
+# What a rank reads and writes, in parts of the larger of its two buffers, for `size` ranks.
+MOVED: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda size: 2,
+    "broadcast": lambda size: 1,
+    "allgather": lambda size: 1 + 1 / size,
+    "reduce_scatter": lambda size: 1 + 1 / size,
+    "alltoall": lambda size: 2,
+    "pair": lambda size: 2,
+}
 
 
-def measure_all(sizes: list[int], repeat: int) -> list[dict[str, list[float]]]:
-    """Seconds of each kind for each size, on this rank."""
-    gloo = dist.new_group(backend="gloo")
-    own = dist.group.WORLD
-    backend = own._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    results = []
-    for size in sizes:
-        numel = size // 4
-        segment = backend.allocate_tensor(numel, dtype=torch.float32, device=torch.device("cpu"))
-        tensors = {"torchtp": torch.empty(numel), "segment": segment, "gloo": torch.empty(numel)}
-        groups = {"torchtp": own, "segment": own, "gloo": gloo}
-        for kind, tensor in tensors.items():
-            tensor.fill_(dist.get_rank() + 1)
-            dist.all_reduce(tensor, group=groups[kind])
-            if not (tensor == dist.get_world_size() * (dist.get_world_size() + 1) / 2).all():
-                raise AssertionError(f"wrong sum of {size} bytes by {kind}")
-            tensor.zero_()
-        inner = max(1, min(50, (1 << 20) // size))
-        seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+class Contest:
+    """All teams of `size` ranks; `measure` has them time a collective one after the other."""
+
+    def __init__(self, size: int, stack: ExitStack):
+        self.size = size
+        self.floors = stack.enter_context(teams.floors(size))
+        self.python = stack.enter_context(teams.python(size))
+        mpi = teams.open_mpi(size)
+        self.mpi = stack.enter_context(mpi) if mpi else None
+
+    def measure(self, op: str, num_bytes: int, repeat: int, places: tuple[str, ...]) -> dict[str, list[float]]:
+        """Seconds of a call on the slowest rank, by kind; the i-th of all kinds were measured next to each other."""
+        inner = max(1, min(100, (2 << 20) // num_bytes))
+        runs: dict[str, Callable[[], float]] = {}
+        for place in places:
+            suffix = "" if place == "private" else "_segment"
+            runs[f"native{suffix}"] = lambda place=place: self.floors.seconds(op, num_bytes, inner, place)  # type: ignore[misc]
+            name = "torchtp" if place == "private" else "segment"
+            runs[name] = lambda place=place: self.python.seconds(op, num_bytes, inner, place)  # type: ignore[misc]
+            self.floors.check(op, num_bytes, place)
+            self.python.check(op, num_bytes, place)
+        runs["gloo"] = lambda: self.python.seconds(op, num_bytes, min(inner, 5), "gloo")
+        self.python.check(op, num_bytes, "gloo")
+        if self.mpi:
+            mpi = self.mpi
+            runs["mpi"] = lambda: mpi.seconds(op, num_bytes, inner)
+        copies = MOVED[op](self.size) / 2
+        runs["bound"] = lambda: copies * min(self.floors.seconds(way, num_bytes, inner) for way in ("copy", "stream"))
+        seconds: dict[str, list[float]] = {kind: [] for kind in runs}
         for _ in range(repeat):
-            for kind in KINDS:
-                dist.barrier()
-                tensor, group = tensors[kind], groups[kind]
-                seconds[kind] += measure(lambda t=tensor, g=group: dist.all_reduce(t, group=g), 1, 1, inner)  # type: ignore[misc]
-        results.append(seconds)
-    return results
+            for kind, run in runs.items():
+                seconds[kind].append(run())
+        return seconds
+
+
+def ratios(seconds: dict[str, list[float]], kinds: tuple[str, ...], over: str) -> dict[str, Spread]:
+    """How many times as long `over` takes, for each of the kinds that were measured."""
+    return {
+        f"{over}_over_{kind}": Spread.of([a / b for a, b in zip(seconds[over], seconds[kind], strict=True)])
+        for kind in kinds
+        if kind in seconds and over in seconds
+    }
+
+
+def as_row(op: str, ranks: int, num_bytes: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """One line of the table: spreads of the times, and of their ratios within one repetition."""
+    row: dict[str, Any] = {"op": op, "ranks": ranks, "bytes": num_bytes}
+    row |= {f"{kind}_s": Spread.of(values) for kind, values in seconds.items()}
+    row |= ratios(seconds, ("torchtp", "segment"), "gloo") | ratios(seconds, ("native", "native_segment"), "mpi")
+    for kind in ("native", "native_segment"):
+        if kind in seconds:
+            pairs = zip(seconds["bound"], seconds[kind], strict=True)
+            row[f"{kind}_of_bound"] = Spread.of([bound / own for bound, own in pairs])
+    return row
+
+
+def _time(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: row[key].text(1e6) if key in row else "-"
+
+
+def _ratio(key: str, digits: int = 1) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row[key].median:,.{digits}f}" if key in row else "-"
+
+
+def _percent(key: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: f"{row[key].median:.0%}" if key in row else "-"
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "op": lambda row: row["op"],
+    "ranks": lambda row: str(row["ranks"]),
+    "KiB": lambda row: f"{row['bytes'] / 1024:,.0f}",
+    "torchtp in C++, us": _time("native_s"),
+    "in the segment": _time("native_segment_s"),
+    "from Python": _time("torchtp_s"),
+    "in the segment ": _time("segment_s"),
+    "gloo": _time("gloo_s"),
+    "Open MPI": _time("mpi_s"),
+    "gloo : Python": _ratio("gloo_over_torchtp"),
+    "gloo : segment": _ratio("gloo_over_segment"),
+    "MPI : C++": _ratio("mpi_over_native", 2),
+    "MPI : segment": _ratio("mpi_over_native_segment", 2),
+    "bound, us": _time("bound_s"),
+    "of it C++": _percent("native_of_bound"),
+    "segment": _percent("native_segment_of_bound"),
+}
+
+
+def crowding(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """How 4 ranks compare with 2 where they have to share cores."""
+    if (os.cpu_count() or 1) >= 4:
+        return {}
+    by_place = {(row["ranks"], row["bytes"]): row["native_s"].median for row in rows}
+    over = {f"{size >> 10:,} KiB": by_place[4, size] / by_place[2, size] for ranks, size in by_place if ranks == 4}
+    return {"4 ranks : 2 ranks, C++": ", ".join(f"{size} {ratio:.2f}" for size, ratio in over.items())}
 
 
 def main() -> None:
@@ -54,28 +133,12 @@ def main() -> None:
     repeat = 3 if args.quick else args.repeat
     rows = []
     for ranks in RANKS:
-        for size, per_rank in zip(sizes, zip(*run_ranks(measure_all, ranks, sizes, repeat), strict=True), strict=True):
-            seconds = {kind: slowest([result[kind] for result in per_rank]) for kind in KINDS}
-            row: dict[str, Any] = {"ranks": ranks, "bytes": size}
-            row |= {f"{kind}_s": Spread.of(values) for kind, values in seconds.items()}
-            for kind in ("torchtp", "segment"):
-                ratios = [a / b for a, b in zip(seconds["gloo"], seconds[kind], strict=True)]
-                row[f"gloo_over_{kind}"] = Spread.of(ratios)
-            rows.append(row)
-    report(
-        "allreduce",
-        rows,
-        {
-            "ranks": lambda row: str(row["ranks"]),
-            "KiB": lambda row: f"{row['bytes'] / 1024:,.0f}",
-            "torchtp, us": lambda row: row["torchtp_s"].text(1e6),
-            "in the segment, us": lambda row: row["segment_s"].text(1e6),
-            "gloo, us": lambda row: row["gloo_s"].text(1e6),
-            "gloo : torchtp": lambda row: row["gloo_over_torchtp"].text(),
-            "gloo : segment": lambda row: row["gloo_over_segment"].text(),
-        },
-        args.out,
-    )
+        with ExitStack() as stack:
+            contest = Contest(ranks, stack)
+            for size in sizes:
+                seconds = contest.measure("allreduce", size, repeat, ("private", "segment"))
+                rows.append(as_row("allreduce", ranks, size, seconds))
+    report("allreduce", rows, COLUMNS, args.out, crowding(rows))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,16 @@ def _figures() -> Iterator[tuple[str, str]]:
                 f"allreduce of {size}, {row['ranks']} ranks: gloo : torchtp",
                 f"{row['gloo_over_torchtp']['median']:.3g}, in shared memory {row['gloo_over_segment']['median']:.3g}",
             )
+            if "mpi_over_native" in row:
+                yield (
+                    f"allreduce of {size}, {row['ranks']} ranks, from C++: Open MPI : torchtp",
+                    f"{row['mpi_over_native']['median']:.3g}, in shared memory {row['mpi_over_native_segment']['median']:.3g}",
+                )
+    if (RESULTS / "collectives.json").exists():
+        rows = read("collectives")["rows"]
+        for op in dict.fromkeys(row["op"] for row in rows):
+            ratios = [row["gloo_over_torchtp"]["median"] for row in rows if row["op"] == op]
+            yield f"{op}, 1 KiB to 25 MiB, 2 and 4 ranks: gloo : torchtp", _between(ratios)
     for row in read("gradients")["rows"]:
         if row["way"] == "torchtp":
             yield (

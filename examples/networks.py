@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,8 @@ class Block(nn.Module):
 class ConvNeXt(nn.Module):
     """The feature maps of a ConvNeXt at strides 4, 8, 16, ..., one for each stage.
 
-    Input [N, in_channels, H, W] of any size; output a list of [N, dims[i], h_i, w_i].
+    Input [N, in_channels, H, W] of any size; output a list of [N, dims[i], h_i, w_i]. `block` and `norm` may be others of
+    the same parameters, as those of fused.py.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class ConvNeXt(nn.Module):
         in_channels: int = 3,
         drop_path: float = 0.1,
         checkpointing: bool = False,
+        block: type[Block] = Block,
+        norm: Callable[[int], nn.Module] = ChannelNorm,
     ):
         super().__init__()
         self.checkpointing = checkpointing
@@ -92,13 +95,11 @@ class ConvNeXt(nn.Module):
         self.stages = nn.ModuleList()
         for i, (depth, dim) in enumerate(zip(depths, dims, strict=True)):
             if i == 0:
-                self.downsample.append(nn.Sequential(nn.Conv2d(in_channels, dim, 4, stride=4), ChannelNorm(dim)))
+                self.downsample.append(nn.Sequential(nn.Conv2d(in_channels, dim, 4, stride=4), norm(dim)))
             else:
-                self.downsample.append(
-                    nn.Sequential(ChannelNorm(dims[i - 1]), nn.Conv2d(dims[i - 1], dim, 2, stride=2))
-                )
+                self.downsample.append(nn.Sequential(norm(dims[i - 1]), nn.Conv2d(dims[i - 1], dim, 2, stride=2)))
             first = sum(depths[:i])
-            self.stages.append(nn.ModuleList(Block(dim, rates[first + j]) for j in range(depth)))
+            self.stages.append(nn.ModuleList(block(dim, rates[first + j]) for j in range(depth)))
 
     def forward(self, x: Tensor) -> list[Tensor]:
         features = []

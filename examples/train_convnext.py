@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from fused import FusedBlock, channel_norm
 from launching import make_layout, median, print_table, spatial_groups, start_process_group
 from networks import Classifier, ConvNeXt, draw_paths
 from tqdm import tqdm
@@ -44,6 +45,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--mesh", help="sizes of the mesh axes data, h, w, like data=2,w=4 (default: all ranks on w)")
     parser.add_argument("--steps", type=int, default=5, help="timed iterations after two of warm-up (default 5)")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks in backward")
+    parser.add_argument(
+        "--layers", choices=["torch", "torchtp"], default="torch", help="of torch.nn, or torchtp's fused ones"
+    )
     parser.add_argument("--amp", action="store_true", help="bfloat16 autocast")
     parser.add_argument("--drop-path", type=float, default=0.1, help="largest DropPath probability (default 0.1)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of Adam (default 1e-4)")
@@ -76,7 +80,9 @@ def main() -> int:
     depths, dims = NETWORKS[args.network]
     torch.manual_seed(args.seed)
     with torch.device(args.device):
-        network = Classifier(ConvNeXt(depths, dims, args.shape[1], args.drop_path, args.checkpoint), dims[-1])
+        layers = {"block": FusedBlock, "norm": channel_norm} if args.layers == "torchtp" else {}
+        encoder = ConvNeXt(depths, dims, args.shape[1], args.drop_path, args.checkpoint, **layers)
+        network = Classifier(encoder, dims[-1])
     model = torchtp.parallelize(network, layout)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     autocast = torch.autocast(args.device, torch.bfloat16) if args.amp else contextlib.nullcontext()
@@ -135,6 +141,7 @@ def main() -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         figures = {
             "network": args.network,
+            "layers": args.layers,
             "shape": args.shape,
             "mesh": title,
             "torch": torch.__version__,

@@ -263,7 +263,31 @@ def _futures():
     assert work.result()[0].data_ptr() == tensor.data_ptr()
 
 
-@pytest.mark.parametrize("use", [_order, _futures])
+def _callbacks_that_wait():
+    """As PowerSGD's hook does: a callback waits for later works of its group, asynchronous and not, also in callbacks."""
+    size, seen = dist.get_world_size(), []
+
+    def inner(future):
+        tensor = future.value()[0].clone()
+        dist.all_reduce(tensor, async_op=True).wait()
+        seen.append(tensor[0].item())
+        return tensor
+
+    def outer(future):
+        works = [dist.all_reduce(torch.ones(numel), async_op=True) for numel in (3, 40_000)]
+        tensor = future.value()[0].clone()
+        dist.all_reduce(tensor)
+        assert all(work.is_completed() for work in works)
+        later = dist.all_reduce(tensor, async_op=True).get_future().then(inner)
+        return later.wait()
+
+    for numel in (5, 50_000):
+        future = dist.all_reduce(torch.ones(numel), async_op=True).get_future().then(outer)
+        assert (future.wait() == size**4).all()
+    assert seen == [float(size**4)] * 2
+
+
+@pytest.mark.parametrize("use", [_order, _futures, _callbacks_that_wait])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_works_complete_in_order_and_hand_out_their_tensors(use, size):
     run_ranks(use, size, backend="torchtp")

@@ -74,14 +74,14 @@ def _collect(call):
 @pytest.mark.parametrize(
     ("call", "both_sides"),
     [
-        (_shapes, ("allreduce(SUM, Float, 10 elements)", "allreduce(SUM, Float, 11 elements)")),
-        (_dtypes, ("allreduce(SUM, Float, 10 elements)", "allreduce(SUM, Double, 10 elements)")),
-        (_reduce_ops, ("allreduce(SUM, Float, 10 elements)", "allreduce(MAX, Float, 10 elements)")),
-        (_kinds, ("allreduce(SUM, Float, 10 elements)", "broadcast(Float, 10 elements, root 0)")),
-        (_roots, ("broadcast(Float, 10 elements, root 0)", "broadcast(Float, 10 elements, root 1)")),
-        (_large_shapes, ("allgather(Float, 1000000 elements)", "allgather(Float, 1000001 elements)")),
-        (_asynchronous, ("allreduce(SUM, Float, 10 elements)", "allreduce(SUM, Float, 11 elements)")),
-        (_barrier_against_reduce, ("allreduce(SUM, Float, 10 elements)", "barrier()")),
+        (_shapes, ("allreduce #0 (SUM, fp32, 10 elements)", "allreduce #0 (SUM, fp32, 11 elements)")),
+        (_dtypes, ("allreduce #0 (SUM, fp32, 10 elements)", "allreduce #0 (SUM, fp64, 10 elements)")),
+        (_reduce_ops, ("allreduce #0 (SUM, fp32, 10 elements)", "allreduce #0 (MAX, fp32, 10 elements)")),
+        (_kinds, ("allreduce #0 (SUM, fp32, 10 elements)", "broadcast #0 (fp32, 10 elements, root 0)")),
+        (_roots, ("broadcast #0 (fp32, 10 elements, root 0)", "broadcast #0 (fp32, 10 elements, root 1)")),
+        (_large_shapes, ("allgather #0 (fp32, 1,000,000 elements)", "allgather #0 (fp32, 1,000,001 elements)")),
+        (_asynchronous, ("allreduce #0 (SUM, fp32, 10 elements)", "allreduce #0 (SUM, fp32, 11 elements)")),
+        (_barrier_against_reduce, ("allreduce #0 (SUM, fp32, 10 elements)", "barrier #0")),
     ],
 )
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,4 +1,7 @@
-"""The ops on CUDA tensors, by the kernels, against PyTorch in float64. Skipped without a GPU; FAIL_WITHOUT_CUDA=1 forbids that."""
+"""The ops on CUDA tensors, by the kernels, against PyTorch in float64. Skipped without a GPU; FAIL_WITHOUT_CUDA=1 forbids that.
+
+test_device.py runs them on a device that is the CPU in truth (TORCHTP_TEST_DEVICE: its library), on smaller shapes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 
+import pretended
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +17,11 @@ from torch import Tensor
 
 import torchtp  # noqa: F401
 
-DEVICE = "cuda"
-AVAILABLE = torch.cuda.is_available()
+PRETENDED = os.environ.get("TORCHTP_TEST_DEVICE")
+if PRETENDED:
+    pretended.load(PRETENDED)
+DEVICE = pretended.DEVICE if PRETENDED else "cuda"
+AVAILABLE = bool(PRETENDED) or torch.cuda.is_available()
 
 pytestmark = pytest.mark.skipif(not AVAILABLE and not os.environ.get("FAIL_WITHOUT_CUDA"), reason="needs a GPU")
 
@@ -32,10 +39,15 @@ def random_tensor(*sizes: int, dtype: torch.dtype, layout: torch.memory_format =
 
 
 def compare(
-    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], what: object = None
+    op: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    what: object = None,
+    strided: bool = False,
 ) -> None:
-    """Outputs and the gradients of all inputs."""
-    mine = [x.detach().to(DEVICE).requires_grad_() for x in inputs]
+    """Outputs and the gradients of all inputs; `strided`: everything lies in memory anyhow."""
+    mine = [x.detach().to(DEVICE) for x in inputs]
+    mine = [(any_strides(x) if strided else x).requires_grad_() for x in mine]
     theirs = [x.detach().double().requires_grad_() for x in inputs]
     out, expected = op(*mine), reference(*theirs)
     rounding = ROUNDING[inputs[0].dtype]
@@ -45,10 +57,24 @@ def compare(
         return
     dy = random_tensor(*expected.shape, dtype=inputs[0].dtype)
     dy = dy.contiguous(memory_format=torch.channels_last) if random.random() < 0.5 and dy.dim() == 4 else dy
-    found = torch.autograd.grad(out, mine, dy.to(DEVICE))
+    gradient = any_strides(dy.to(DEVICE)) if strided else dy.to(DEVICE)
+    found = torch.autograd.grad(out, mine, gradient)
     grads = torch.autograd.grad(expected, theirs, dy.double())
     for i, (a, b) in enumerate(zip(found, grads, strict=True)):
         close(a, b, 2 * rounding, (what, "gradient", i))
+
+
+def any_strides(x: Tensor) -> Tensor:
+    """The same numbers as a view of something larger: transposed, with steps, or off the start of its memory."""
+    dims = list(range(x.dim()))
+    random.shuffle(dims)
+    steps = [random.choice([1, 1, 2]) for _ in dims]
+    memory = torch.full([steps[d] * x.size(d) + 1 for d in dims], float("nan"), dtype=x.dtype, device=x.device)
+    view = memory.permute([dims.index(d) for d in range(x.dim())])
+    for d in range(x.dim()):
+        view = view.narrow(d, random.randint(0, 1), steps[d] * x.size(d))
+        view = view[(slice(None),) * d + (slice(None, None, steps[d]),)]
+    return view.copy_(x)
 
 
 def close(found: Tensor, expected: Tensor, rounding: float, what: object) -> None:
@@ -71,8 +97,9 @@ def _seed() -> None:
 )
 def test_depthwise_convolution(dtype, layout, kernel, stride):
     for _ in range(4):
-        channels = random.choice([1, 3, 32, 40])
-        extents = [random.randint(max(1, kernel - 2 * (kernel // 2)), 90) for _ in range(2)]
+        channels = random.choice([1, 3, 5] if PRETENDED else [1, 3, 32, 40])
+        most = 20 if PRETENDED else 90
+        extents = [random.randint(max(1, kernel - 2 * (kernel // 2)), most) for _ in range(2)]
         x = random_tensor(random.randint(1, 3), channels, *extents, dtype=dtype, layout=layout)
         weight, bias = random_tensor(channels, 1, kernel, kernel, dtype=dtype), random_tensor(channels, dtype=dtype)
         two = [stride] * 2, [kernel // 2] * 2, [1, 1]
@@ -88,6 +115,8 @@ def test_depthwise_convolution(dtype, layout, kernel, stride):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("channels", [1, 8, 96, 257, 1024, 2048, 2500])
 def test_layer_norm(dtype, layout, channels):
+    if PRETENDED and channels > 2048 and dtype != torch.float32:
+        pytest.skip("goes to ATen, whose types differ between the CPU and CUDA")
     for extents in [(8, 12), (5, 7), (1, 1), (0, 3)]:
         x = random_tensor(2, channels, *extents, dtype=dtype, layout=layout) + 1
         weight, bias = (random_tensor(channels, dtype=dtype) for _ in range(2))
@@ -164,3 +193,144 @@ def test_layer_scale(dtype, layout):
             [residual, branch, random_tensor(channels, dtype=torch.float32)],
             (channels, extents, layout),
         )
+
+
+def depthwise_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    channels, kernel, stride = random.randint(1, 9), random.choice([3, 4, 7, 9]), random.choice([1, 1, 2])
+    extents = [random.randint(kernel, 20) for _ in range(2)]
+    params = [stride] * 2, [random.randint(0, 4) for _ in range(2)], [1, 1]
+    weight, bias = random_tensor(channels, 1, kernel, kernel, dtype=dtype), random_tensor(channels, dtype=dtype)
+    return (
+        lambda t, w, b: OPS.convolution(t, w, b, *params, False, [0, 0], channels, *NO_CUT),
+        lambda t, w, b: F.conv2d(t, w, b, *params, channels),
+        [random_tensor(random.randint(1, 3), channels, *extents, dtype=dtype), weight, bias],
+    )
+
+
+def layer_norm_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    channels = random.choice([7, 64, 130])  # few would be normed to almost nothing
+    x = random_tensor(2, channels, random.randint(1, 9), random.randint(1, 9), dtype=dtype)
+    return (
+        lambda t, w, b: OPS.layer_norm_channels_first(t, w, b, 1e-5)[0],
+        lambda t, w, b: F.layer_norm(t.movedim(1, -1), (channels,), w, b, 1e-5).movedim(-1, 1),
+        [x, *(random_tensor(channels, dtype=dtype) for _ in range(2))],
+    )
+
+
+def norm_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    channels = 2 * random.randint(1, 20)
+    x = random_tensor(random.randint(1, 3), channels, random.randint(2, 20), random.randint(2, 20), dtype=dtype)
+    factors = [random_tensor(channels, dtype=torch.float32) for _ in range(2)]
+    if random.random() < 0.5:
+        return (
+            lambda t, w, b: OPS.group_norm(t, w, b, 2, 1e-5, [])[0],
+            lambda t, w, b: F.group_norm(t, 2, w, b, 1e-5),
+            [x, *factors],
+        )
+    return (
+        lambda t, w, b: OPS.batch_norm(t, w, b, None, None, True, 0.1, 1e-5, [])[0],
+        lambda t, w, b: F.batch_norm(t, None, None, w, b, True, 0.1, 1e-5),
+        [x, *factors],
+    )
+
+
+def interpolation_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    sizes, target = ([random.randint(1, 15) for _ in range(2)] for _ in range(2))
+    return (
+        lambda t: OPS.interpolate(t, "linear", target, [0.0, 0.0], False, *NO_CUT),
+        lambda t: F.interpolate(t, target, mode="bilinear"),
+        [random_tensor(2, random.randint(1, 9), *sizes, dtype=dtype)],
+    )
+
+
+def layer_scale_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    sizes = [random.randint(1, 9) for _ in range(4)]
+    return (
+        lambda r, b, g: OPS.layer_scale(r, b, g, None),
+        lambda r, b, g: r + b * g.view(-1, 1, 1),
+        [*(random_tensor(*sizes, dtype=dtype) for _ in range(2)), random_tensor(sizes[1], dtype=torch.float32)],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [depthwise_case, layer_norm_case, norm_case, interpolation_case, layer_scale_case])
+def test_tensors_that_lie_anyhow_in_memory(case, dtype):
+    for turn in range(12):
+        op, reference, inputs = case(dtype)
+        compare(op, reference, inputs, (case.__name__, turn, [tuple(x.shape) for x in inputs]), strided=True)
+
+
+def test_gradients_that_nobody_wants_are_not_made():
+    x, weight, bias = torch.randn(2, 4, 8, 9), torch.randn(4, 1, 3, 3), torch.randn(4)
+    numbers = torch.randn(4)
+    ops = {
+        "convolution": (
+            lambda t, w, b: OPS.convolution(t, w, b, [1, 1], [1, 1], [1, 1], False, [0, 0], 4, *NO_CUT),
+            lambda t, w, b: F.conv2d(t, w, b, padding=1, groups=4),
+            [x, weight, bias],
+        ),
+        "layer norm": (
+            lambda t, w, b: OPS.layer_norm_channels_first(t, w, b, 1e-5)[0],
+            lambda t, w, b: F.layer_norm(t.movedim(1, -1), (4,), w, b, 1e-5).movedim(-1, 1),
+            [x, numbers, bias],
+        ),
+        "batch norm": (
+            lambda t, w, b: OPS.batch_norm(t, w, b, None, None, True, 0.1, 1e-5, [])[0],
+            lambda t, w, b: F.batch_norm(t, None, None, w, b, True, 0.1, 1e-5),
+            [x, numbers, bias],
+        ),
+        "layer scale": (
+            lambda r, b, g: OPS.layer_scale(r, b, g, None),
+            lambda r, b, g: r + b * g.view(-1, 1, 1),
+            [x, x + 1, numbers],
+        ),
+    }
+    for name, (op, reference, inputs) in ops.items():
+        for wanted in range(3):
+            mine = [t.to(DEVICE).requires_grad_(i == wanted) for i, t in enumerate(inputs)]
+            theirs = [t.double().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
+            expected = reference(*theirs)
+            dy = torch.randn(expected.shape)
+            (found,) = torch.autograd.grad(op(*mine), mine[wanted], dy.to(DEVICE))
+            (grad,) = torch.autograd.grad(expected, theirs[wanted], dy.double())
+            close(found, grad, 4e-5, (name, wanted))
+
+
+def test_second_derivatives():
+    cases = {
+        "convolution": (
+            lambda t, w: OPS.convolution(t, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 3, *NO_CUT),
+            lambda t, w: F.conv2d(t, w, padding=1, groups=3),
+            [torch.randn(2, 3, 6, 7), torch.randn(3, 1, 3, 3)],
+        ),
+        "layer norm": (
+            lambda t, w: OPS.layer_norm_channels_first(t, w, None, 1e-5)[0],
+            lambda t, w: F.layer_norm(t.movedim(1, -1), (5,), w, None, 1e-5).movedim(-1, 1),
+            [torch.randn(2, 5, 3, 4), torch.randn(5)],
+        ),
+        "group norm": (
+            lambda t, w: OPS.group_norm(t, w, None, 2, 1e-5, [])[0],
+            lambda t, w: F.group_norm(t, 2, w, None, 1e-5),
+            [torch.randn(2, 4, 3, 4), torch.randn(4)],
+        ),
+        "interpolation": (
+            lambda t, w: OPS.interpolate(t, "linear", [7, 9], [0.0, 0.0], False, *NO_CUT) * w,
+            lambda t, w: F.interpolate(t, (7, 9), mode="bilinear") * w,
+            [torch.randn(2, 3, 4, 5), torch.randn(3, 1, 1)],
+        ),
+    }
+    for name, (op, reference, inputs) in cases.items():
+        dy, again = torch.randn(reference(*inputs).shape), torch.randn(inputs[0].shape)
+
+        def second(
+            op: Callable[..., Tensor], move: Callable[[Tensor], Tensor], inputs: list[Tensor] = inputs, dy: Tensor = dy,
+            again: Tensor = again,
+        ) -> tuple[Tensor, ...]:  # fmt: skip
+            leaves = [move(x).requires_grad_() for x in inputs]
+            (dx,) = torch.autograd.grad(op(*leaves).square(), leaves[0], move(dy), create_graph=True)
+            return torch.autograd.grad(dx, leaves, move(again))
+
+        found = second(op, lambda x: x.to(DEVICE))
+        expected = second(reference, lambda x: x.double())
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            close(a, b, 1e-4, (name, i))

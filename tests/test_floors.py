@@ -16,12 +16,12 @@ FLOORS = {
     "core": 0,
     "shm": 1,
     "collectives": 2,
-    "exchange": 2,
     "kernels": 2,
-    "backend": 3,
-    "spatial": 4,
-    "gradients": 4,
-    "bindings": 5,
+    "exchange": 3,
+    "backend": 4,
+    "spatial": 5,
+    "gradients": 5,
+    "bindings": 6,
 }
 TORCH_HEADER = re.compile(r"(ATen|c10|torch|caffe2|pybind11)/|Python\.h")
 # The floors without torch, and what each may still see of it: number formats, the stream's device.

@@ -113,16 +113,19 @@ def training_dtypes():
                     lambda t, w, b: layer_norm(t, w, b, 1e-5),
                 ),
             ):
-                wide = x.double().requires_grad_()
-                y = whole(wide, weight.double(), bias.double())
+                wide, *factors = (t.detach().double().requires_grad_() for t in (x, weight, bias))
+                y = whole(wide, *factors)
                 dy = torch.randn_like(y).to(dtype)
                 y.backward(dy.double())
                 part = cut.shard(x).requires_grad_()
-                out = op(part, weight, bias)
+                mine = [t.clone().requires_grad_() for t in (weight, bias)]
+                out = op(part, *mine)
                 assert out.dtype == dtype and layout_of(out) == layout
                 out.backward(cut.shard(dy))
                 assert_same(out.double(), cut.shard(y), (dtype, layout), tolerance)
                 assert_same(part.grad.double(), cut.shard(wide.grad), (dtype, layout), tolerance)
+                for found, factor in zip(mine, factors, strict=True):
+                    assert_same(total(found.grad.double()), factor.grad, (dtype, layout), 1e-4)
 
 
 def test_norms_are_accurate_in_the_dtypes_of_training():

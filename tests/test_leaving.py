@@ -168,3 +168,13 @@ def penalty(make):
 @pytest.mark.parametrize("make", [Head, Taken], ids=lambda make: make.__name__)
 def test_second_derivative_through_a_whole_activation(make):
     run_ranks(penalty, 2, make)
+
+
+def printed():
+    image = torch.linspace(0, 1, 280).reshape(SHAPE)
+    loss = make_layout({"w": 2}).shard(image).mean()
+    return f"{loss:.4f} {loss.item():.4f}" if dist.get_rank() == 0 else None
+
+
+def test_one_rank_prints_a_loss():
+    assert run_ranks(printed, 2) == ["0.5000 0.5000", None]

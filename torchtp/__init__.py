@@ -3,15 +3,19 @@
 import torchtp._compile as _compile
 import torchtp._extension  # noqa: F401  (loads _C, which registers the dispatcher ops; refuses it under another torch)
 import torchtp.backend as _backend
+import torchtp.trace as trace
 from torchtp import nn
+from torchtp.backend import monitored_barrier
 from torchtp.dtensor import GatherError, GatherWarning, strict
 from torchtp.explanation import Explanation, explain
 from torchtp.layout import Layout
 from torchtp.leaving import PartWarning
 from torchtp.parallel import no_sync, parallelize
+from torchtp.statistics import Statistics, stats
 
 _backend.register()
 _compile.register()
+trace.start()
 
 __all__ = [
     "Explanation",
@@ -19,10 +23,14 @@ __all__ = [
     "GatherWarning",
     "Layout",
     "PartWarning",
+    "Statistics",
     "explain",
+    "monitored_barrier",
     "nn",
     "no_sync",
     "parallelize",
+    "stats",
     "strict",
+    "trace",
 ]
 __version__ = "0.1.0"

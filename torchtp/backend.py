@@ -1,27 +1,109 @@
-"""The backend `torchtp` of torch.distributed: collectives between the ranks of one host through shared memory."""
+"""The backend `torchtp` of torch.distributed: shared memory between the ranks of a host, inner gloo and NCCL groups beyond."""
 
 from __future__ import annotations
 
+import datetime
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from torchtp import _C
+from torchtp import _C, trace
+
+# For tests on machines without a card: "gloo" takes the place of NCCL as the inner backend, and has the tensors on the
+# CPU once `_set_inner_device("cpu")` was called on all ranks.
+_TEST_INNER = "TORCHTP_TEST_INNER"
+
+# A rank that does not come is named by torchtp when the timeout has passed; NCCL, which would end the process, comes later.
+_NCCL_PATIENCE = datetime.timedelta(seconds=10)
+
+_DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
+
+
+def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
+    """The timeout of a group: what `init_process_group` or `new_group` was given, else TORCHTP_TIMEOUT, else 5 minutes.
+
+    torch.distributed passes 30 minutes to say that none was given. Raises ValueError if TORCHTP_TIMEOUT is not a
+    positive number of seconds.
+    """
+    if given != dist.constants.default_pg_timeout:
+        return given
+    text = os.environ.get("TORCHTP_TIMEOUT")
+    if text is None:
+        return _DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"TORCHTP_TIMEOUT must be a positive number of seconds, not {text!r}")
+    return datetime.timedelta(seconds=seconds)
 
 
 def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
     """Make the backend of one process group from c10d's `_DistributedBackendOptions`; collective.
 
-    Raises torch.distributed.DistBackendError on every rank if they are not all on one host or one does not come.
+    `backend_options` may be `ProcessGroupNCCL.Options`, for tensors on CUDA. Raises torch.distributed.DistBackendError
+    if a rank does not come or cannot take part.
     """
     return _C.TorchtpBackend(
         options.store,
         options.group_rank,
         options.group_size,
-        options.timeout,
+        timeout_of(options.timeout),
         options.group_id or "",
         list(options.global_ranks_in_group or []),
+        lambda store_prefix: _gloo_group(options, store_prefix),
+        _device_group(options, backend_options),
+        trace.calls,
     )
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: datetime.timedelta | float | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Wait until every rank of `group` has come, as torch.distributed.monitored_barrier does for gloo alone.
+
+    Raises torch.distributed.DistBackendError on the ranks that came if one has not within `timeout` (a timedelta or
+    seconds; by default the group's). Rank 0 names the first that is missing, or all with `wait_all_ranks`. The group
+    has ended then, and every later call on it raises too. On a rank outside of `group` it does nothing.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if timeout is None:
+        group.monitored_barrier(wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
+        return
+    if not isinstance(timeout, datetime.timedelta):
+        timeout = datetime.timedelta(seconds=timeout)
+    group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+
+
+def _gloo_group(options: Any, store_prefix: str) -> Any:
+    store = dist.PrefixStore(store_prefix, options.store)
+    return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
+
+
+def _device_group(options: Any, backend_options: Any) -> Callable[[str], Any]:
+    def make(store_prefix: str) -> Any:
+        if os.environ.get(_TEST_INNER) == "gloo":
+            return _gloo_group(options, store_prefix)
+        if not dist.is_nccl_available():
+            raise RuntimeError("torchtp carries CUDA tensors by NCCL, and this PyTorch was built without it")
+        nccl_options: Any = backend_options
+        if not isinstance(nccl_options, dist.ProcessGroupNCCL.Options):
+            nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = options.timeout + _NCCL_PATIENCE
+        nccl_options.global_ranks_in_group = list(options.global_ranks_in_group or [])
+        nccl_options.group_name = options.group_id or ""
+        store = dist.PrefixStore(store_prefix, options.store)
+        return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, nccl_options)
+
+    return make
 
 
 def register() -> None:

@@ -41,9 +41,44 @@ def info() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "compiler": shutil.which(os.environ.get("CXX", "c++").split()[-1]) is not None,
         "GPUs": gpus,
+        "halos on GPUs": _halos_on_gpus(built.cuda, len(gpus)),
         "backends": sorted(name for name in dist.Backend.backend_list if _works(dist, name)),
         "ops": ops,
     }
+
+
+def _halos_on_gpus(cuda: str | None, count: int) -> str:
+    """How halos travel between ranks that have one of this machine's GPUs each, and why not better."""
+    import torch
+    import torch.distributed as dist
+
+    from torchtp import _C
+
+    if not cuda:
+        return "none: this build is for the CPU"
+    if count == 0:
+        return "none: no GPU here"
+    names = [str(index) for index in range(count)]
+    ranks = [
+        {
+            "device": name,
+            "seen": names,
+            "reachable": [other for other in names if other != name and _reaches(torch.cuda, name, other)],
+            "symmetric_memory": True,
+            "grouped": dist.is_nccl_available(),
+            "wish": os.environ.get("TORCHTP_DEVICE_EXCHANGE") or "auto",
+        }
+        for name in names
+    ]
+    try:
+        kind, why = _C.choose_device_exchange(ranks)
+    except RuntimeError as error:
+        return str(error)
+    return f"{kind} ({why})" if why else kind
+
+
+def _reaches(cuda: Any, device: str, other: str) -> bool:
+    return bool(cuda.can_device_access_peer(int(device), int(other)))
 
 
 def _is_ours(name: str) -> bool:
@@ -172,8 +207,20 @@ def _show_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _show_trace(arguments: argparse.Namespace) -> int:
+    from torchtp import parting
+
+    try:
+        partings = parting.read(arguments.file)
+    except (OSError, ValueError) as error:
+        print(f"torchtp: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(map(parting.told, partings)) or "no process group stands in these files")
+    return 1 if any(one.sequence is not None for one in partings) else 0
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line: `torchtp info`, `torchtp plan`, `torchtp --version`."""
+    """The command line: `torchtp info`, `torchtp plan`, `torchtp trace`, `torchtp --version`."""
     root = argparse.ArgumentParser(prog="torchtp", description=__doc__, epilog=EPILOG)
     root.add_argument("--version", action="store_true", help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
@@ -213,6 +260,17 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--details", action="store_true", help="list every gather and what is wasteful, for each mesh")
     command.add_argument("--json", action="store_true", help="print every number as JSON instead of a table")
     command.set_defaults(run=_show_plan)
+    command = commands.add_parser(
+        "trace",
+        help="where the ranks of a job part: merges the traces that they wrote down",
+        description="Put the last calls of all ranks side by side, for each process group, and tell the first call on which "
+        "they are not at one: who called something else, who has not called it, who has not come through. Traces are "
+        "written by jobs with TORCHTP_TRACE=PATH, when a group fails or the job is ended by SIGTERM. Exits with 0 if all "
+        "ranks agree, 1 if not, 2 if a file is no trace.",
+        epilog="example: torchtp trace run7.rank*.jsonl",
+    )
+    command.add_argument("file", nargs="+", metavar="FILE", help="PATH.rank0.jsonl, PATH.rank1.jsonl, ...")
+    command.set_defaults(run=_show_trace)
     return root
 
 

@@ -42,7 +42,10 @@ class GradientReducer:
     From the second backward on `p.grad` is a view of a bucket of at least `bucket_bytes` (the first bucket:
     `first_bucket_bytes`); on the backend torchtp the bucket lies in memory that all ranks share. `compression`
     ("none", "fp16", "bf16") is what fp32 and fp64 gradients travel as. With `average=False` the sum is taken instead of
-    the mean; then gradients must be zeroed between two backwards.
+    the mean; then gradients must be zeroed between two backwards. `packing` is how gradients get into a bucket: "each" by
+    a copy when it is there, or all "together" by one launch when the last one is; "auto" does so on CUDA (on the CPU
+    "together" is for tests: right and slow). Buckets of CUDA gradients are packed, reduced and unpacked on a stream of
+    their own; the stream on which `backward()` was called waits for it.
 
     Whatever a rank holds in `p.grad` takes part: gradients accumulated under `no_sync`, or on top of already reduced
     ones; a parameter without gradient on some ranks counts as zero there, and keeps `grad` None if it has none anywhere.
@@ -60,20 +63,23 @@ class GradientReducer:
         first_bucket_bytes: int = _MIB,
         compression: str = "none",
         average: bool = True,
+        packing: str = "auto",
     ):
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None:
             raise ValueError("gradients: there is no process group; call init_process_group first or pass `group`")
         named = _named(parameters)
         self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
         self._reducer = _C.Reducer(
-            [parameter for _, parameter in named],
+            self.parameters,
             self.names,
             self.group.group_name,
             bucket_bytes,
             first_bucket_bytes,
             compression,
             average,
+            packing,
         )
 
     @contextlib.contextmanager
@@ -97,6 +103,16 @@ class GradientReducer:
     def reduce(self) -> None:
         """Reduce what gradients hold now, outside backward. Collective: every rank calls it."""
         self._reducer.reduce()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients so that their 2-norm is at most `max_norm`; returns the norm they had, a scalar on their device.
+
+        As `torch.nn.utils.clip_grad_norm_` on the reducer's parameters, but a launch or two for each bucket where CUDA
+        gradients lie in their buckets. A norm that is not finite tells that some gradient is not. Not collective: where
+        gradients are reduced, the ranks have the same ones.
+        """
+        norm = self._reducer.clip_norm(max_norm)
+        return norm if norm is not None else torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
     def prepare(self) -> None:
         """Call before forward where backward may fail or `requires_grad` changes, which all ranks do alike.

@@ -15,40 +15,13 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import full_of, num_shards, wrap
 from torchtp.dtensor.notice import running_module
 from torchtp.dtensor.spatial import is_marked
+from torchtp.dtensor.whole import Whole
 
 
 class PartWarning(UserWarning):
     """A model works on a rank's part of a cut activation as a plain tensor; gradients of parameters are not exact."""
-
-
-class Whole(torch.autograd.Function):
-    """The whole of a DTensor, as a plain tensor; its gradient is the mean of what the ranks hand in."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
-        ctx.mesh = tensor.device_mesh
-        whole = full_of(tensor)
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return Contributed.apply(grad, ctx.mesh)
-
-
-class Contributed(torch.autograd.Function):
-    """The mean over the ranks of a mesh of what each of them has, still to be summed."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, mesh: Any) -> DTensor:
-        placements = (Partial(),) * mesh.ndim
-        return wrap(grad / num_shards(mesh, placements), mesh, placements, grad.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
-        return Whole.apply(grad), None
 
 
 def _inside(tensor: DTensor) -> bool:
@@ -92,5 +65,11 @@ def install() -> None:
             _say_part(self)
         return to_local(self, *args, **kwargs)
 
+    def printable(self: DTensor, spec: str) -> str:
+        if spec and self.dim() == 0 and is_marked(self.device_mesh):  # f"{loss:.4f}", which upstream refuses
+            return format(self.item(), spec)
+        return torch.Tensor.__format__(self, spec)
+
+    DTensor.__format__ = printable  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = exact_full_tensor  # type: ignore[method-assign]
     DTensor.to_local = audible_to_local  # type: ignore[method-assign]

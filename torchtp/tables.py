@@ -1,4 +1,4 @@
-"""Explanations as tables of plain text."""
+"""Explanations and statistics as tables of plain text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchtp.explanation import Explanation
+    from torchtp.statistics import GroupStatistics
 
 
 def explained(told: Explanation) -> str:
@@ -52,6 +53,48 @@ def compared(told: Sequence[Explanation]) -> str:
     if idle:
         lines.append(f"Wasteful, ranks hold nothing of some activations: {' '.join(idle)}")
     return "\n".join(lines)
+
+
+def of_calls(told: GroupStatistics) -> str:
+    """The calls of one process group: a line for each op and size, then who was waited for."""
+    head = ("op", "up to", "calls", "failed", "median", "99 %", "longest", "queued", "waiting", "bandwidth")
+    rows = [
+        (
+            row.op,
+            as_bytes(row.most_bytes),
+            f"{row.count:,}",
+            f"{row.failed:,}" if row.failed else "",
+            as_seconds(row.median_s),
+            as_seconds(row.late_s),
+            as_seconds(row.longest_s),
+            as_seconds(row.queued_s / max(row.count, 1)),
+            f"{row.waited_s / row.total_s:.0%}" if row.total_s else "",
+            f"{row.bytes_per_s / 1e9:.2f} GB/s" if row.num_bytes else "",
+        )
+        for row in told.calls
+    ]
+    lines = [
+        f"Process group {told.group!r} as rank {told.rank} of {len(told.global_ranks)} saw it",
+        *_table(head, rows),
+    ]
+    late = [sum(of_rank[rank] for of_rank in told.waited_s) for rank in range(len(told.global_ranks))]
+    if any(late):
+        ranks = range(len(late))
+        lines += ["  Seconds that a rank (down) has waited for the last to come (across):"]
+        waits = [
+            (f"rank {rank}", *(f"{told.waited_s[rank][other]:.3f}" if rank != other else "" for other in ranks))
+            for rank in ranks
+        ]
+        lines += _table(("", *(f"rank {rank}" for rank in ranks)), waits)
+    return "\n".join(lines)
+
+
+def as_seconds(seconds: float) -> str:
+    """A duration as people read it: "1.5 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
 
 
 def as_bytes(number: int) -> str:

@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
@@ -50,6 +50,11 @@ def poison_empty() -> None:
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
 
 
+def timeout_scale() -> float:
+    """What time limits are multiplied by on a slow machine."""
+    return float(os.environ.get("TORCHTP_TIMEOUT_SCALE", "1"))
+
+
 def run_ranks(
     fn: Callable[..., Any],
     size: int,
@@ -70,7 +75,7 @@ def run_ranks(
     """
     pool = _pools.take(size, backend, fresh)
     try:
-        results, spoiled = pool.call(fn, args, timeout * float(os.environ.get("TORCHTP_TIMEOUT_SCALE", "1")))
+        results, spoiled = pool.call(fn, args, timeout * timeout_scale())
     except BaseException:
         pool.kill()
         raise
@@ -84,7 +89,16 @@ def run_ranks(
 class _Worker:
     """One rank's process, the connection to it and the file its output and stack dumps go to."""
 
-    def __init__(self, rank: int, size: int, backend: str | None, port: int):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        backend: str | None,
+        port: int,
+        inside: Sequence[str] = (),
+        overrides: Mapping[str, str | None] | None = None,
+    ):
+        """`inside` is a command that runs the rest of its arguments; `overrides` change the environment, None removes."""
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         mine, theirs = socket.socketpair()
         environment = os.environ | {
@@ -99,9 +113,14 @@ class _Worker:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
+        for name, value in (overrides or {}).items():
+            if value is None:
+                environment.pop(name)
+            else:
+                environment[name] = value
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, str(theirs.fileno()), backend or "", *sys.path],
+                [*inside, sys.executable, "-c", _MAIN, str(theirs.fileno()), backend or "", *sys.path],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -139,13 +158,16 @@ class _Pool:
 
     def __init__(self, size: int, backend: str | None):
         self.key = (size, backend)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.workers = [_Worker(rank, size, backend, self.store.port) for rank in range(size)]
+        self.workers = self._start(size, backend)
         try:
             self._gather(_START_SECONDS, "start")
         except BaseException:
             self.kill()
             raise
+
+    def _start(self, size: int, backend: str | None) -> list[_Worker]:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return [_Worker(rank, size, backend, self.store.port) for rank in range(size)]
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], bool]:
         name = getattr(fn, "__qualname__", repr(fn))

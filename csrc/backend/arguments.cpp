@@ -32,4 +32,14 @@ void check_same_length(const Tensors& outputs, const Tensors& inputs, const char
               outputs.size(), " and ", inputs.size());
 }
 
+int64_t total_numel(const Tensors& tensors) {
+  int64_t total = 0;
+  for (const at::Tensor& tensor : tensors) total += tensor.numel();
+  return total;
+}
+
+at::ScalarType dtype_of(const Tensors& tensors) {
+  return tensors.empty() ? at::ScalarType::Undefined : tensors[0].scalar_type();
+}
+
 }  // namespace torchtp::backend

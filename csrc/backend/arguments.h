@@ -18,6 +18,11 @@ void check_no_lists(const std::vector<std::vector<at::Tensor>>& lists, const cha
 
 void check_same_length(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const char* what);
 
+int64_t total_numel(const std::vector<at::Tensor>& tensors);
+
+// The first tensor's; Undefined where there are no tensors.
+at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors);
+
 // Several tensors as memory; copies are put back by store().
 class DenseList {
  public:

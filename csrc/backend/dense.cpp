@@ -18,8 +18,8 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
   TORCH_CHECK(tensor.defined(), "torchtp ", what, ": the tensor is undefined");
   TORCH_CHECK(tensor.layout() == at::kStrided, "torchtp ", what, " takes dense (strided) tensors, got layout ",
               tensor.layout(), "; make it dense with to_dense()");
-  TORCH_CHECK(tensor.device().is_cpu(), "torchtp ", what, " works on CPU tensors so far, got a tensor on ",
-              tensor.device(), "; use init_process_group(\"cpu:torchtp,cuda:nccl\") for CUDA tensors");
+  TORCH_CHECK(tensor.device().is_cpu() || tensor.device().is_cuda(), "torchtp ", what,
+              " works on CPU and CUDA tensors, got a tensor on ", tensor.device());
 }
 
 void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what) {

@@ -24,7 +24,8 @@ class Dense {
   at::Tensor memory_;
 };
 
-// Throws, naming `what`, unless a collective can read and write the tensor: defined, strided, in CPU memory.
+// Throws, naming `what`, unless a collective can read and write the tensor: defined, strided, in memory of the CPU or
+// of a CUDA device.
 void check_tensor(const at::Tensor& tensor, const char* what);
 
 // Throws unless `tensor` has `count` elements of `dtype`.

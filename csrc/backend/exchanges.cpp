@@ -2,9 +2,12 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <atomic>
 #include <map>
 #include <mutex>
 
+#include "backend/device_exchange_of.h"
+#include "backend/device_exchanges.h"
 #include "backend/group_exchange.h"
 #include "backend/torchtp_backend.h"
 #include "exchange/null_exchange.h"
@@ -40,16 +43,31 @@ class SpatialGroups {
                 group->getSize(),
                 std::make_shared<PullPlans>(),
                 std::make_shared<Traffic>(),
+                {},
                 false};
-    const auto exchange = entry.choose(ExchangeKind::kAuto, group);
+    const auto exchange = entry.choose(name, ExchangeKind::kAuto, DeviceKind::kAuto, group);
+    drop_gone();
     return entries_.insert_or_assign(name, std::move(entry)).first->second.spatial(exchange);
   }
 
-  void choose(const std::string& name, ExchangeKind kind) {
+  void choose(const std::string& name, ExchangeKind kind, DeviceKind device) {
     get(name);
     const auto group = c10d::resolve_process_group(name);
     std::lock_guard<std::mutex> lock(mutex_);
-    entries_.at(name).choose(kind, group);
+    entries_.at(name).choose(name, kind, device, group);
+    serves_cpu_ = false;
+    for (const auto& [_, entry] : entries_) serves_cpu_ = serves_cpu_ || entry.devices->serves_cpu();
+  }
+
+  // Whether any group moves halos of the CPU as a device does: nobody else looks for that.
+  bool serves_cpu() const { return serves_cpu_; }
+
+  std::shared_ptr<DeviceExchanges> devices_of(const SpatialGroup& group) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [_, entry] : entries_) {
+      if (entry.traffic == group.traffic) return entry.devices;
+    }
+    throw Error("exchange: the process group has been destroyed");
   }
 
  private:
@@ -61,13 +79,14 @@ class SpatialGroups {
     int size;
     std::shared_ptr<PullPlans> plans;
     std::shared_ptr<Traffic> traffic;
+    std::shared_ptr<DeviceExchanges> devices;  // keeps memory on the devices
     bool planned;
 
     SpatialGroup spatial(const std::shared_ptr<exchange::Exchange>& locked) const {
       return {rank, size, locked, plans, traffic, planned};
     }
 
-    std::shared_ptr<exchange::Exchange> choose(ExchangeKind kind,
+    std::shared_ptr<exchange::Exchange> choose(const std::string& name, ExchangeKind kind, DeviceKind device,
                                                const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
       kept.reset();
       planned = kind == ExchangeKind::kPlanned;
@@ -80,11 +99,22 @@ class SpatialGroups {
       }
       if (kept) chosen = kept;
       exchange = chosen;
+      if (kind == ExchangeKind::kNone) device = DeviceKind::kNone;
+      devices = std::make_shared<DeviceExchanges>(process_group, name, device, exchange);
       return chosen;
     }
   };
+
+  // Of groups that have been destroyed.
+  void drop_gone() {
+    for (auto entry = entries_.begin(); entry != entries_.end();) {
+      entry = entry->second.group.expired() ? entries_.erase(entry) : std::next(entry);
+    }
+  }
+
   std::mutex mutex_;
   std::map<std::string, Entry> entries_;
+  std::atomic<bool> serves_cpu_{false};
 };
 
 SpatialGroups& spatial_groups() {
@@ -96,6 +126,22 @@ SpatialGroups& spatial_groups() {
 
 SpatialGroup spatial_group(const std::string& group_name) { return spatial_groups().get(group_name); }
 
-void set_exchange(const std::string& group_name, ExchangeKind kind) { spatial_groups().choose(group_name, kind); }
+void set_exchange(const std::string& group_name, ExchangeKind kind) {
+  spatial_groups().choose(group_name, kind, DeviceKind::kAuto);
+}
+
+std::shared_ptr<exchange::DeviceExchange> device_exchange_of(const SpatialGroup& group, const c10::Device& device) {
+  if (device.is_meta() || (device.is_cpu() && !spatial_groups().serves_cpu())) return nullptr;
+  const auto devices = spatial_groups().devices_of(group);
+  return device.is_cpu() && !devices->serves_cpu() ? nullptr : devices->get(device);
+}
+
+void set_device_exchange(const std::string& group_name, DeviceKind kind) {
+  spatial_groups().choose(group_name, ExchangeKind::kAuto, kind);
+}
+
+std::shared_ptr<DeviceExchanges> device_exchanges(const std::string& group_name) {
+  return spatial_groups().devices_of(spatial_group(group_name));
+}
 
 }  // namespace torchtp::backend

@@ -15,8 +15,8 @@ constexpr size_t kHeaderBytes = 64;
 constexpr size_t kFirstBytes = 16384;
 constexpr size_t kFirstPayload = kFirstBytes - kHeaderBytes;
 
-// Tags wrap: far later than as many exchanges can be under way at once.
-int first_tag(uint64_t ticket) { return static_cast<int>(ticket % (1 << 16)); }
+// Tags wrap: far later than as many exchanges can be under way at once. Users' own tags are hardly that large.
+int first_tag(uint64_t ticket) { return static_cast<int>((1u << 29) | ticket % (1 << 16)); }
 
 int rest_tag(uint64_t ticket, size_t num_bytes) {
   const uint64_t size = (num_bytes ^ (num_bytes >> 20)) % (1 << 20);
@@ -38,11 +38,18 @@ at::Tensor make_buffer(size_t num_bytes) {
 }  // namespace
 
 GroupExchange::GroupExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
-    : group_(group), rank_(group->getRank()), size_(group->getSize()) {}
+    : GroupExchange(group->getRank(), group->getSize(),
+                    [weak = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group)](at::Tensor buffer, int peer, int tag,
+                                                                                bool sends) {
+                      const auto group = weak.lock();
+                      if (!group) throw Error("exchange: the process group has been destroyed");
+                      std::vector<at::Tensor> list{std::move(buffer)};
+                      return sends ? group->send(list, peer, tag) : group->recv(list, peer, tag);
+                    }) {}
+
+GroupExchange::GroupExchange(int rank, int size, Post post) : rank_(rank), size_(size), post_(std::move(post)) {}
 
 uint64_t GroupExchange::start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) {
-  const auto group = group_.lock();
-  if (!group) throw Error("exchange: the process group has been destroyed");
   uint64_t ticket;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -52,9 +59,9 @@ uint64_t GroupExchange::start(std::vector<exchange::Send> sends, std::vector<exc
   std::stable_sort(receives.begin(), receives.end(),
                    [](const exchange::Receive& a, const exchange::Receive& b) { return a.peer < b.peer; });
   const auto ask = [&](size_t num_bytes, int peer, int tag) {
-    std::vector<at::Tensor> list{make_buffer(num_bytes)};
-    auto work = group->recv(list, peer, tag);
-    return Message{std::move(list[0]), std::move(work)};
+    at::Tensor buffer = make_buffer(num_bytes);
+    auto work = post_(buffer, peer, tag, false);
+    return Message{std::move(buffer), std::move(work)};
   };
   for (exchange::Receive& receive : receives) {
     Message first = ask(kFirstBytes, receive.peer, first_tag(ticket));
@@ -66,8 +73,7 @@ uint64_t GroupExchange::start(std::vector<exchange::Send> sends, std::vector<exc
     pending.arrivals.push_back(std::move(arrival));
   }
   const auto give = [&](at::Tensor buffer, int peer, int tag) {
-    std::vector<at::Tensor> list{buffer};
-    auto work = group->send(list, peer, tag);
+    auto work = post_(buffer, peer, tag, true);
     pending.departures.push_back({std::move(buffer), std::move(work)});
   };
   for (const exchange::Send& send : sends) {
@@ -103,8 +109,8 @@ void GroupExchange::finish(uint64_t ticket) {
     std::memcpy(&header, bytes_of(arrival.first.buffer), sizeof(header));
     const exchange::Receive& receive = arrival.receive;
     if (header.ticket != ticket || header.num_bytes != receive.num_bytes) {
-      throw Error(cat("rank ", rank_, " expects ", receive.num_bytes, " bytes from rank ", receive.peer, " (exchange ",
-                      ticket, "), but rank ", receive.peer, " sent ", header.num_bytes, " bytes (exchange ",
+      throw Error(cat("rank ", rank_, " expects ", receive.num_bytes, " bytes from rank ", receive.peer, " (exchange #",
+                      ticket, "), but rank ", receive.peer, " sent ", header.num_bytes, " bytes (exchange #",
                       header.ticket, ")"));
     }
     if (receive.num_bytes == 0) continue;

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <functional>
 #include <map>
 #include <mutex>
 
@@ -9,10 +10,14 @@
 
 namespace torchtp::backend {
 
-// Exchange by ordinary point-to-point calls of any c10d group (gloo, mpi, ...): one message a peer, or two.
+// Exchange by ordinary point-to-point calls, of any c10d group (gloo, mpi, ...): one message a peer, or two.
 class GroupExchange : public exchange::Exchange {
  public:
+  // Sends or receives `buffer`.
+  using Post = std::function<c10::intrusive_ptr<c10d::Work>(at::Tensor buffer, int peer, int tag, bool sends)>;
+
   explicit GroupExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  GroupExchange(int rank, int size, Post post);
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -34,9 +39,9 @@ class GroupExchange : public exchange::Exchange {
     std::vector<Message> departures;
   };
 
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   const int rank_;
   const int size_;
+  const Post post_;
   std::mutex mutex_;
   uint64_t last_ticket_ = 0;
   std::map<uint64_t, Pending> pending_;

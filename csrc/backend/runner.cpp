@@ -4,6 +4,8 @@
 
 namespace torchtp::backend {
 
+thread_local Runner::State* Runner::own_state_ = nullptr;
+
 Runner::Runner() : state_(std::make_shared<State>()) {}
 
 Runner::~Runner() { stop(); }
@@ -19,7 +21,10 @@ void Runner::submit(std::function<void()> task) {
 
 void Runner::run(const std::function<void()>& task) {
   // A callback of an asynchronous task, still on the worker: waiting for that task to end would be waiting for oneself.
-  if (worker_.get_id() == std::this_thread::get_id()) return task();
+  if (own_state_ == state_.get()) {
+    catch_up([] { return false; });
+    return task();
+  }
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->changed.wait(lock, [&] { return !state_->busy && state_->queue.empty(); });
   state_->busy = true;
@@ -44,18 +49,34 @@ void Runner::stop() {
   }
 }
 
+void Runner::catch_up(const std::function<bool()>& is_done) {
+  if (own_state_ == nullptr) return;
+  while (!is_done()) {
+    std::unique_lock<std::mutex> lock(own_state_->mutex);
+    if (!run_next(*own_state_, lock)) return;
+  }
+}
+
+// False when nothing is queued. The task runs without the lock.
+bool Runner::run_next(State& state, std::unique_lock<std::mutex>& lock) {
+  if (state.queue.empty()) return false;
+  std::function<void()> task = std::move(state.queue.front());
+  state.queue.pop_front();
+  lock.unlock();
+  task();
+  task = nullptr;  // what it holds may need Python's lock to be dropped: not under the mutex
+  lock.lock();
+  return true;
+}
+
 void Runner::work(const std::shared_ptr<State>& state) {
+  own_state_ = state.get();
   std::unique_lock<std::mutex> lock(state->mutex);
   while (true) {
     state->changed.wait(lock, [&] { return !state->busy && (state->stopping || !state->queue.empty()); });
     if (state->queue.empty()) return;
-    std::function<void()> task = std::move(state->queue.front());
-    state->queue.pop_front();
     state->busy = true;
-    lock.unlock();
-    task();
-    task = nullptr;  // what it holds may need Python's lock to be dropped: not under the mutex
-    lock.lock();
+    run_next(*state, lock);
     state->busy = false;
     state->changed.notify_all();
   }

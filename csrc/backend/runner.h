@@ -20,6 +20,10 @@ class Runner {
 
   void submit(std::function<void()> task);
   void run(const std::function<void()>& task);
+  static bool on_worker() { return own_state_ != nullptr; }
+  // On a worker: runs what is queued, in order, until `is_done()` or nothing is left. A callback of one task may wait
+  // for a later one, which nobody else would run. On any other thread it does nothing.
+  static void catch_up(const std::function<bool()>& is_done);
   // Runs what was submitted, then ends the worker. Must not be called with Python's lock held.
   void stop();
 
@@ -35,6 +39,9 @@ class Runner {
   };
 
   static void work(const std::shared_ptr<State>& state);
+  static bool run_next(State& state, std::unique_lock<std::mutex>& lock);
+
+  static thread_local State* own_state_;  // of the runner whose worker this thread is
 
   std::shared_ptr<State> state_;
   std::thread worker_;

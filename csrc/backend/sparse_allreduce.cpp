@@ -7,20 +7,19 @@
 
 #include <algorithm>
 
-#include "collectives/allgather.h"
-
 namespace torchtp::backend {
 namespace {
 
 // Row r of the result is `mine` of rank r.
-at::Tensor gather_rows(const collectives::Call& call, const at::Tensor& mine) {
+at::Tensor gather_rows(const Call& call, const at::Tensor& mine) {
   std::vector<int64_t> sizes = mine.sizes().vec();
-  sizes.insert(sizes.begin(), call.group.size());
+  sizes.insert(sizes.begin(), call.engine.size());
   at::Tensor all = at::empty(sizes, mine.options());
   std::vector<std::byte*> rows;
-  for (int r = 0; r < call.group.size(); ++r)
+  for (int r = 0; r < call.engine.size(); ++r)
     rows.push_back(static_cast<std::byte*>(all.data_ptr()) + r * mine.nbytes());
-  collectives::allgather(call, static_cast<const std::byte*>(mine.data_ptr()), rows, mine.numel(), mine.scalar_type());
+  call.engine.allgather(call.sequence, static_cast<const std::byte*>(mine.data_ptr()), rows, mine.numel(),
+                        mine.scalar_type());
   return all;
 }
 
@@ -36,14 +35,13 @@ at::Tensor pad_rows(const at::Tensor& rows, int64_t num_rows) {
 }  // namespace
 
 void check_sparse(const at::Tensor& tensor, collectives::ReduceOp op) {
-  TORCH_CHECK(tensor.layout() == at::kSparse && tensor.device().is_cpu(),
-              "torchtp allreduce takes dense and sparse COO tensors on the CPU, got layout ", tensor.layout(), " on ",
-              tensor.device());
+  TORCH_CHECK(tensor.layout() == at::kSparse, "torchtp allreduce takes dense and sparse COO tensors, got layout ",
+              tensor.layout());
   TORCH_CHECK(op == collectives::ReduceOp::kSum, "torchtp allreduce of sparse tensors has no reduce op but SUM, got ",
               collectives::name_of(op));
 }
 
-void sparse_allreduce(const collectives::Call& call, const at::Tensor& tensor) {
+void sparse_allreduce(const Call& call, const at::Tensor& tensor) {
   const at::Tensor mine = tensor.coalesce();
   const at::Tensor indices = mine._indices().t();  // an entry is a row, as in the values
   const at::Tensor values = mine._values();
@@ -51,11 +49,11 @@ void sparse_allreduce(const collectives::Call& call, const at::Tensor& tensor) {
   count.fill_(values.size(0));
   const at::Tensor counts = gather_rows(call, count).flatten();
   const int64_t* num_entries = counts.const_data_ptr<int64_t>();
-  const int64_t most = *std::max_element(num_entries, num_entries + call.group.size());
+  const int64_t most = *std::max_element(num_entries, num_entries + call.engine.size());
   const at::Tensor all_indices = gather_rows(call, pad_rows(indices, most));
   const at::Tensor all_values = gather_rows(call, pad_rows(values, most));
   std::vector<at::Tensor> index_parts, value_parts;
-  for (int r = 0; r < call.group.size(); ++r) {
+  for (int r = 0; r < call.engine.size(); ++r) {
     index_parts.push_back(all_indices.select(0, r).narrow(0, 0, num_entries[r]));
     value_parts.push_back(all_values.select(0, r).narrow(0, 0, num_entries[r]));
   }

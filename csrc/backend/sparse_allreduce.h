@@ -2,15 +2,15 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "collectives/call.h"
+#include "backend/engine.h"
 
 namespace torchtp::backend {
 
-// Throws unless `tensor` is a sparse COO tensor on the CPU and `op` is a sum.
+// Throws unless `tensor` is a sparse COO tensor and `op` is a sum.
 void check_sparse(const at::Tensor& tensor, collectives::ReduceOp op);
 
 // Replaces the sparse `tensor` by the sum over all ranks, coalesced: everybody gets all entries and adds them up, in
 // the order of ranks.
-void sparse_allreduce(const collectives::Call& call, const at::Tensor& tensor);
+void sparse_allreduce(const Call& call, const at::Tensor& tensor);
 
 }  // namespace torchtp::backend

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -19,16 +20,28 @@ class StoreBootstrap : public shm::Bootstrap {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::vector<std::string> all_gather(const std::string& mine) override;
+  void watch(std::function<bool(int)> has_died) override { has_died_ = std::move(has_died); }
+
+  const std::string& prefix() const { return prefix_; }  // of the keys of this generation
+
+  // Of some of the ranks, whose place in `members` is their rank; made by those alone.
+  StoreBootstrap among(const std::vector<int>& members) const;
 
  private:
+  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
+                 std::string prefix, std::vector<int> names);
+  bool has_come(int rank);
+  void wait_for(int rank);
   std::string key(int rank) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;
-  const int64_t generation_;
+  const std::string prefix_;
+  const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
+  std::function<bool(int)> has_died_;
 };
 
 }  // namespace torchtp::backend

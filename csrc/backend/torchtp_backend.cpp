@@ -4,39 +4,24 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <optional>
 #include <utility>
 
 #include "backend/arguments.h"
+#include "backend/comms_event.h"
+#include "backend/device_work.h"
 #include "backend/gil.h"
-#include "backend/point_to_point.h"
-#include "backend/store_bootstrap.h"
+#include "backend/label.h"
 #include "backend/work.h"
+#include "collectives/call.h"
 #include "core/error.h"
-#include "exchange/shm_exchange.h"
-#include "shm/host.h"
 
 namespace torchtp::backend {
 namespace {
 
-void check_one_host(shm::Bootstrap& bootstrap) {
-  const std::vector<std::string> hosts = bootstrap.all_gather(shm::host_identity());
-  for (size_t r = 1; r < hosts.size(); ++r) {
-    if (hosts[r] == hosts[0]) continue;
-    throw Error("all ranks of a torchtp group must run on one host, but rank 0 is on " + hosts[0] + " and rank " +
-                std::to_string(r) + " on " + hosts[r] + "; make groups of the ranks of one host, or use gloo");
-  }
-}
-
-std::shared_ptr<shm::Group> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                       const TorchtpBackend::Options& options) {
+void check(const Engine& engine) {
   try {
-    StoreBootstrap bootstrap(store, rank, size, options.timeout);
-    check_one_host(bootstrap);
-    shm::GroupOptions group_options;
-    group_options.timeout = options.timeout;
-    group_options.name = options.group_name;
-    group_options.describe = collectives::describe;
-    return shm::Group::create(bootstrap, group_options);
+    engine.check();
   } catch (...) {
     std::rethrow_exception(as_dist_error(std::current_exception()));
   }
@@ -45,21 +30,40 @@ std::shared_ptr<shm::Group> make_group(const c10::intrusive_ptr<c10d::Store>& st
 }  // namespace
 
 TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                               c10::intrusive_ptr<Options> options)
-    : Backend(rank, size), options_(std::move(options)), group_(make_group(store, rank, size, *options_)) {}
+                               c10::intrusive_ptr<Options> options, InnerGroups inner_groups,
+                               std::shared_ptr<Trace> trace)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      made_(make_engine(store, rank, size,
+                        {options_->timeout, options_->group_name, std::move(inner_groups.between_hosts)})),
+      engine_(made_.engine),
+      device_(std::make_shared<DeviceGroup>(std::move(inner_groups.on_device), made_.store_prefix + "/device")),
+      recorder_(std::make_shared<Recorder>(
+          Recorder::Identity{options_->group_name, rank, size, options_->global_ranks_in_group})),
+      trace_(std::move(trace)) {
+  if (trace_) trace_->add(recorder_);
+}
 
 TorchtpBackend::~TorchtpBackend() { shutdown(); }
 
 std::shared_ptr<exchange::Exchange> TorchtpBackend::exchange() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!exchange_) exchange_ = std::make_shared<exchange::ShmExchange>(group_);
+  if (!exchange_) exchange_ = engine_->make_exchange();
   return exchange_;
 }
 
+void TorchtpBackend::set_inner_device(c10::DeviceType type) {
+  device_->set_device(type);
+  device_->get();
+}
+
 void TorchtpBackend::setTimeout(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  options_->timeout = timeout;
-  group_->set_timeout(timeout);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    options_->timeout = timeout;
+    engine_->set_timeout(timeout);
+  }
+  if (const auto inner = device_->made()) inner->setTimeout(timeout);
 }
 
 uint64_t TorchtpBackend::getSequenceNumberForGroup() {
@@ -74,9 +78,19 @@ void TorchtpBackend::startCoalescing() {
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::endCoalescing() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  coalescing_ = false;
-  return c10::make_intrusive<WorkList>(getRank(), std::exchange(coalesced_, {}));
+  std::vector<WorkPtr> works;
+  bool inner_coalescing;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    coalescing_ = false;
+    inner_coalescing = std::exchange(inner_coalescing_, false);
+    works = std::exchange(coalesced_, {});
+  }
+  const auto inner = inner_coalescing ? device_->made() : nullptr;
+  if (inner) {
+    if (auto work = inner->endCoalescing()) works.push_back(std::move(work));
+  }
+  return c10::make_intrusive<WorkList>(getRank(), std::move(works));
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::remember(WorkPtr work) {
@@ -86,16 +100,23 @@ TorchtpBackend::WorkPtr TorchtpBackend::remember(WorkPtr work) {
 }
 
 c10d::ErrorType TorchtpBackend::getError() {
-  return group_->aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  return engine_->aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 at::Tensor TorchtpBackend::allocateTensor(long size, at::TensorOptions options) {
   const size_t num_bytes = size * options.dtype().itemsize();
-  if (!options.device().is_cpu() || num_bytes == 0) return at::empty({size}, options);
+  if (!options.device().is_cpu()) {
+    // An inner backend may have to connect all ranks to register memory: only when all have used it already.
+    const auto inner = device_->takes(options.device()) ? device_->made() : nullptr;
+    const bool registers = inner && is_announced() && inner->supportsTensorAlloc(options.device().index());
+    return registers ? inner->allocateTensor(size, options) : at::empty({size}, options);
+  }
+  if (num_bytes == 0) return at::empty({size}, options);
   try {
-    std::byte* memory = group_->allocate(num_bytes);
+    std::byte* memory = engine_->host()->allocate(num_bytes);
     return at::from_blob(
-        memory, {size}, [group = group_](void* pointer) { group->free(static_cast<std::byte*>(pointer)); }, options);
+        memory, {size}, [group = engine_->host()](void* pointer) { group->free(static_cast<std::byte*>(pointer)); },
+        options);
   } catch (const Error& error) {
     TORCH_WARN_ONCE("torchtp gives ordinary memory instead of shared memory, which costs a copy in collectives: ",
                     error.what());
@@ -103,73 +124,179 @@ at::Tensor TorchtpBackend::allocateTensor(long size, at::TensorOptions options) 
   }
 }
 
-void TorchtpBackend::abort() { group_->abort("rank " + std::to_string(getRank()) + " called abort()"); }
+std::shared_ptr<c10::Allocator> TorchtpBackend::getMemAllocator() { return device_->get()->getMemAllocator(); }
+
+void TorchtpBackend::abort() {
+  engine_->abort("rank " + std::to_string(getRank()) + " called abort()");
+  device_->abort();
+}
 
 void TorchtpBackend::shutdown() {
   GilRelease release;
-  std::unique_ptr<PointToPoint> point_to_point;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    point_to_point = std::move(point_to_point_);
   }
   runner_.stop();
-  if (point_to_point) point_to_point->stop();
-  group_->leave();
+  device_->close();
+  engine_->stop();
 }
 
-std::function<void()> TorchtpBackend::task(uint64_t sequence, std::chrono::milliseconds timeout,
-                                           std::function<void(const collectives::Call&)> body,
+std::function<void()> TorchtpBackend::task(uint64_t sequence, uint64_t number, std::chrono::milliseconds timeout,
+                                           std::function<void(const Call&)> body,
                                            std::function<void(std::exception_ptr)> complete) const {
-  return [group = group_, sequence, timeout, body = std::move(body), complete = std::move(complete)] {
+  return [engine = engine_, recorder = recorder_, trace = trace_, sequence, number, timeout,
+          label = CallLabel::current(), body = std::move(body), complete = std::move(complete)] {
     std::exception_ptr error;
+    recorder->start(number);
     try {
       const at::NoGradGuard no_grad;
-      group->set_timeout(timeout);
-      body({*group, sequence});
+      engine->set_timeout(timeout);
+      engine->host()->set_label(label);
+      body({*engine, sequence});
     } catch (...) {
       error = as_dist_error(std::current_exception());
     }
+    const std::string why = error ? message_of(error) : "";
+    if (recorder->end(number, why, engine->arrivals()) && trace) trace->dump("error: " + why);
     complete(error);
   };
 }
 
+uint64_t TorchtpBackend::record(const Plan& plan, uint64_t sequence, bool asynchronous) const {
+  const Volume in(plan.inputs), out(plan.outputs);
+  const Volume& larger = in.num_bytes > out.num_bytes ? in : out;
+  Operation operation;
+  operation.sequence = sequence;
+  operation.op = name_of(plan.op);
+  operation.reduce_op = collectives::reduce_op_of(plan.print);
+  operation.dtype = larger.dtype;
+  operation.asynchronous = asynchronous;
+  operation.root = plan.print.root;
+  operation.num_elements = larger.num_elements;
+  operation.num_bytes = larger.num_bytes;
+  return recorder_->call(operation);
+}
+
+DeviceGroup::BackendPtr TorchtpBackend::inner_for(const Plan& plan) const {
+  std::optional<at::Device> device = plan.device;
+  for (const Tensors* list : {&plan.inputs, &plan.outputs}) {
+    for (const at::Tensor& tensor : *list) {
+      if (!device) device = tensor.device();
+      TORCH_CHECK(tensor.device() == *device, plan.title, ": all tensors of a call must lie on one device, got ",
+                  *device, " and ", tensor.device());
+    }
+  }
+  return device ? inner_for(*device) : nullptr;
+}
+
+DeviceGroup::BackendPtr TorchtpBackend::inner_for(const at::Device& device) const {
+  if (device_->takes(device)) return device_->get();
+  TORCH_CHECK(device.is_cpu(), "torchtp: this process group does not carry tensors on ", device);
+  return nullptr;
+}
+
 TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::milliseconds timeout,
-                                               const std::function<Plan()>& make) {
+                                               const std::function<Plan()>& make,
+                                               const std::function<WorkPtr(Inner&)>& inner) {
   Plan plan;
+  DeviceGroup::BackendPtr inner_backend;
   std::exception_ptr refusal;
   try {
     plan = make();
+    inner_backend = inner_for(plan);
   } catch (...) {
     refusal = std::current_exception();
   }
   c10::intrusive_ptr<TorchtpWork> work;
   std::function<void()> run;
+  std::optional<CommsEvent> event;
+  uint64_t sequence;
   {
     // Under the mutex: the order of sequence numbers is the order of the queue.
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(DistBackendError, !closed_, "torchtp: the process group has been shut down");
-    const uint64_t sequence = sequence_++;
+    sequence = sequence_++;
     if (timeout < std::chrono::milliseconds::zero()) timeout = options_->timeout;
     if (refusal) {
-      const auto refuse = [](const collectives::Call& call) {
-        call.group.round(call.fingerprint(collectives::Kind::kRefused, 0, at::kByte));
+      const auto refuse = [](const Call& call) {
+        call.engine.agree(collectives::fingerprint(call.sequence, collectives::Kind::kRefused, 0, at::kByte));
       };
-      runner_.submit(task(sequence, timeout, refuse, [](std::exception_ptr) {}));
+      Operation refused;
+      refused.sequence = sequence;
+      refused.op = "refused";
+      runner_.submit(task(sequence, recorder_->call(refused), timeout, refuse, [](std::exception_ptr) {}));
       std::rethrow_exception(refusal);
     }
-    work = c10::make_intrusive<TorchtpWork>(getRank(), plan.op, plan.title, sequence, std::move(plan.outputs),
-                                            plan.inputs);
-    run = task(sequence, timeout, std::move(plan.body), [work](std::exception_ptr error) { work->complete(error); });
-    if (asynchronous) {
-      runner_.submit(std::move(run));
-      if (coalescing_) coalesced_.push_back(work);
-      return work;
+    event.emplace(recorder_->identity(), getGroupDesc(),
+                  CommsCall{plan.op, sequence, asynchronous, plan.inputs, plan.outputs});
+    const uint64_t number = record(plan, sequence, asynchronous);
+    if (inner_backend) {
+      plan.print.sequence = sequence;
+      plan.print.flags |= collectives::kOnDevice;
+      announce(lock, plan.print, number, timeout);
+    } else {
+      work = c10::make_intrusive<TorchtpWork>(getRank(), plan.op, plan.title, sequence, std::move(plan.outputs),
+                                              plan.inputs);
+      run = task(sequence, number, timeout, std::move(plan.body),
+                 [work](std::exception_ptr error) { work->complete(error); });
+      if (asynchronous) {
+        runner_.submit(std::move(run));
+        if (coalescing_) coalesced_.push_back(work);
+        return work;
+      }
     }
   }
+  if (inner_backend) return on_device(*inner_backend, plan.op, sequence, inner);
   runner_.run(run);
   return work;
+}
+
+// Beside the inner backend's work, so that it costs the device nothing. The first time beforehand: an inner backend
+// that connects its ranks in their first call would wait for a rank that calls something else.
+void TorchtpBackend::announce(std::unique_lock<std::mutex>& lock, const shm::Fingerprint& print, uint64_t number,
+                              std::chrono::milliseconds timeout) {
+  const auto failed = std::make_shared<std::exception_ptr>();
+  auto agree = task(
+      print.sequence, number, timeout, [print](const Call& call) { call.engine.agree(print); },
+      [device = device_, failed](std::exception_ptr error) {
+        *failed = error;
+        if (error) device->abort();
+      });
+  if (std::exchange(announced_, true)) return runner_.submit(std::move(agree));
+  lock.unlock();
+  runner_.run(agree);
+  if (*failed) std::rethrow_exception(*failed);
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::on_device(Inner& backend, c10d::OpType op, uint64_t sequence,
+                                                  const std::function<WorkPtr(Inner&)>& inner) {
+  check(*engine_);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (coalescing_ && !inner_coalescing_ && backend.supportsCoalescing()) {
+      backend.startCoalescing();
+      inner_coalescing_ = true;
+    }
+  }
+  WorkPtr work;
+  try {
+    work = inner(backend);
+  } catch (...) {
+    check(*engine_);
+    throw;
+  }
+  if (!work) return work;  // part of what the inner backend coalesces
+  work = c10::make_intrusive<DeviceWork>(work, getRank(), op, sequence, [engine = engine_] { check(*engine); });
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (coalescing_ && !inner_coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+bool TorchtpBackend::is_announced() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return announced_;
 }
 
 void TorchtpBackend::check_root(int64_t root, const char* what) const {
@@ -177,23 +304,41 @@ void TorchtpBackend::check_root(int64_t root, const char* what) const {
               getSize() - 1, "), got ", root);
 }
 
-PointToPoint& TorchtpBackend::point_to_point() {
+void TorchtpBackend::check_open() {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_WITH(DistBackendError, !closed_, "torchtp: the process group has been shut down");
-  if (!point_to_point_) point_to_point_ = std::make_unique<PointToPoint>(group_);
-  return *point_to_point_;
+}
+
+TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tensor& tensor,
+                                                const std::function<WorkPtr(Engine&)>& on_cpu,
+                                                const std::function<WorkPtr(Inner&)>& inner) {
+  check_open();
+  if (const auto backend = inner_for(tensor.device())) return on_device(*backend, op, 0, inner);
+  return remember(on_cpu(*engine_));
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::send(Tensors& tensors, int peer, int tag) {
-  return remember(point_to_point().send(only(tensors, "send"), peer, tag));
+  const CommsEvent event(recorder_->identity(), getGroupDesc(), {c10d::OpType::SEND, 0, true, tensors, {}});
+  const at::Tensor& tensor = only(tensors, "send");
+  return message(
+      c10d::OpType::SEND, tensor, [&](Engine& engine) { return engine.send(tensor, peer, tag); },
+      [&](Inner& inner) { return inner.send(tensors, peer, tag); });
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::recv(Tensors& tensors, int peer, int tag) {
-  return remember(point_to_point().recv(only(tensors, "recv"), peer, tag));
+  const CommsEvent event(recorder_->identity(), getGroupDesc(), {c10d::OpType::RECV, 0, true, {}, tensors});
+  const at::Tensor& tensor = only(tensors, "recv");
+  return message(
+      c10d::OpType::RECV, tensor, [&](Engine& engine) { return engine.recv(tensor, peer, tag); },
+      [&](Inner& inner) { return inner.recv(tensors, peer, tag); });
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::recvAnysource(Tensors& tensors, int tag) {
-  return remember(point_to_point().recv_any(only(tensors, "recv"), tag));
+  const CommsEvent event(recorder_->identity(), getGroupDesc(), {c10d::OpType::RECVANYSOURCE, 0, true, {}, tensors});
+  const at::Tensor& tensor = only(tensors, "recv");
+  return message(
+      c10d::OpType::RECVANYSOURCE, tensor, [&](Engine& engine) { return engine.recv_any(tensor, tag); },
+      [&](Inner& inner) { return inner.recvAnysource(tensors, tag); });
 }
 
 }  // namespace torchtp::backend

@@ -6,19 +6,21 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "backend/device_group.h"
+#include "backend/engine.h"
+#include "backend/make_engine.h"
+#include "backend/record.h"
 #include "backend/runner.h"
-#include "collectives/call.h"
-#include "exchange/exchange.h"
-#include "shm/group.h"
+#include "backend/trace.h"
 
 namespace torchtp::backend {
 
-class PointToPoint;
-
-// The c10d face: every collective of torch.distributed between ranks of one host, through shared memory.
+// The c10d face: checks each call at the door and hands it to the engine that suits the ranks' places, or, on tensors
+// of a device, to an inner backend; there all ranks compare what they call too, beside the inner backend's work.
 // Synchronous calls run on the caller's thread after the group's queued work, asynchronous ones on one worker, in
 // order.
 class TorchtpBackend : public c10d::Backend {
@@ -31,12 +33,26 @@ class TorchtpBackend : public c10d::Backend {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("torchtp", timeout) {}
   };
 
-  // Collective over the store; call it without Python's lock.
-  TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  // Made in Python: an inner backend of all ranks for what goes between hosts, asked for at once and only where there
+  // are several, and one for the tensors of a device.
+  struct InnerGroups {
+    DeviceGroup::Make between_hosts;
+    DeviceGroup::Make on_device;
+  };
+
+  // Collective over the store; call it without Python's lock. `trace` gets to know this group's calls.
+  TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options,
+                 InnerGroups inner_groups, std::shared_ptr<Trace> trace);
   ~TorchtpBackend() override;
 
   // What spatial ops move slabs with: one for the group, made when first asked for.
   std::shared_ptr<exchange::Exchange> exchange();
+
+  // The ranks of each host, as they were found.
+  std::vector<std::vector<int>> hosts() const { return engine_->hosts(); }
+
+  // For tests on machines without a card: tensors of that device go to the inner backend from now on.
+  void set_inner_device(c10::DeviceType type);
 
   const std::string getBackendName() const override { return "torchtp"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -49,6 +65,7 @@ class TorchtpBackend : public c10d::Backend {
   c10d::ErrorType getError() override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
   void abort() override;
   void shutdown() override;
 
@@ -85,39 +102,60 @@ class TorchtpBackend : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
+  using Inner = c10d::Backend;
+
   // A checked call, ready to run.
   struct Plan {
     c10d::OpType op;
     const char* title;
     Tensors outputs;  // what the work's result and future hold
     Tensors inputs;
-    std::function<void(const collectives::Call&)> body;
+    shm::Fingerprint print;                           // what ranks compare when an inner backend carries the call out
+    std::function<void(const Call&)> body;            // for memory of the CPU
+    std::optional<at::Device> device = std::nullopt;  // where there are no tensors to tell it
   };
 
-  // Runs or queues what `make` returns. When it throws, this rank has found a mistake in its arguments: the error
-  // leaves at once, and a refusal is queued so that the other ranks fail instead of waiting for this one.
-  WorkPtr launch(bool asynchronous, std::chrono::milliseconds timeout, const std::function<Plan()>& make);
-  std::function<void()> task(uint64_t sequence, std::chrono::milliseconds timeout,
-                             std::function<void(const collectives::Call&)> body,
+  // Runs or queues what `make` returns, or has the inner backend do `inner`. When `make` throws, this rank has found a
+  // mistake in its arguments: the error leaves at once, and a refusal is queued so that the other ranks fail instead of
+  // waiting for this one.
+  WorkPtr launch(bool asynchronous, std::chrono::milliseconds timeout, const std::function<Plan()>& make,
+                 const std::function<WorkPtr(Inner&)>& inner = {});
+  void announce(std::unique_lock<std::mutex>& lock, const shm::Fingerprint& print, uint64_t number,
+                std::chrono::milliseconds timeout);
+  WorkPtr on_device(Inner& backend, c10d::OpType op, uint64_t sequence, const std::function<WorkPtr(Inner&)>& inner);
+  WorkPtr message(c10d::OpType op, const at::Tensor& tensor, const std::function<WorkPtr(Engine&)>& on_cpu,
+                  const std::function<WorkPtr(Inner&)>& inner);
+  // Null where the tensors lie in the CPU's memory.
+  DeviceGroup::BackendPtr inner_for(const Plan& plan) const;
+  DeviceGroup::BackendPtr inner_for(const at::Device& device) const;
+  bool is_announced();
+  std::function<void()> task(uint64_t sequence, uint64_t number, std::chrono::milliseconds timeout,
+                             std::function<void(const Call&)> body,
                              std::function<void(std::exception_ptr)> complete) const;
+  uint64_t record(const Plan& plan, uint64_t sequence, bool asynchronous) const;
   Plan plan_allgather(const char* title, const TensorLists& outputs, const Tensors& inputs) const;
   Plan plan_allgather_base(const char* title, const Tensors& outputs, const Tensors& inputs) const;
   Plan plan_reduce_scatter_base(const char* title, const Tensors& outputs, const Tensors& inputs,
                                 const c10d::ReduceOp& op) const;
   Plan plan_allreduce(const char* title, const Tensors& tensors, const c10d::ReduceOp& op) const;
   void check_root(int64_t root, const char* what) const;
-  PointToPoint& point_to_point();
+  void check_open();
   WorkPtr remember(WorkPtr work);
 
   const c10::intrusive_ptr<Options> options_;
-  std::shared_ptr<shm::Group> group_;
+  const MadeEngine made_;
+  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<DeviceGroup> device_;
+  const std::shared_ptr<Recorder> recorder_;
+  const std::shared_ptr<Trace> trace_;
   std::mutex mutex_;  // of the members below
   uint64_t sequence_ = 0;
   bool closed_ = false;
   bool coalescing_ = false;
+  bool inner_coalescing_ = false;
+  bool announced_ = false;  // a call on a device has been made
   std::vector<WorkPtr> coalesced_;
   std::shared_ptr<exchange::Exchange> exchange_;
-  std::unique_ptr<PointToPoint> point_to_point_;
   Runner runner_;
 };
 

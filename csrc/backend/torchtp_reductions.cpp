@@ -4,23 +4,25 @@
 #include "backend/arguments.h"
 #include "backend/sparse_allreduce.h"
 #include "backend/torchtp_backend.h"
-#include "collectives/allreduce.h"
-#include "collectives/reduce.h"
-#include "collectives/reduce_scatter.h"
+#include "collectives/call.h"
 
 namespace torchtp::backend {
-namespace {
 
-using collectives::Call;
+using collectives::fingerprint;
+using collectives::Kind;
+
+namespace {
 
 // The operation between elements, after what every rank does to its own input.
 class Reducing {
  public:
-  Reducing(const c10d::ReduceOp& op, at::ScalarType dtype, const char* what)
+  Reducing(const c10d::ReduceOp& op, const at::Tensor& tensor, const char* what)
       : op_(static_cast<collectives::ReduceOp>(op.op_)) {
+    const at::ScalarType dtype = tensor.scalar_type();
     TORCH_CHECK(collectives::is_reducible(dtype, op_), "torchtp ", what, ": reduce op ", collectives::name_of(op_),
                 " has no meaning for dtype ", dtype);
-    if (op_ != collectives::ReduceOp::kPremulSum) return;
+    // On a device the inner backend multiplies; reading the factor would wait for the device.
+    if (op_ != collectives::ReduceOp::kPremulSum || !tensor.device().is_cpu()) return;
     const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK(supplement != nullptr, "torchtp ", what, ": PREMUL_SUM without a factor");
     factor_ =
@@ -47,27 +49,41 @@ TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Ten
   std::vector<Reducing> reducing;
   for (const at::Tensor& tensor : tensors) {
     check_tensor(tensor, "allreduce");
-    reducing.emplace_back(op, tensor.scalar_type(), "allreduce");
+    reducing.emplace_back(op, tensor, "allreduce");
   }
-  return {c10d::OpType::ALLREDUCE, title, tensors, tensors, [tensors, reducing](const Call& call) {
+  return {c10d::OpType::ALLREDUCE,
+          title,
+          tensors,
+          tensors,
+          fingerprint(0, Kind::kAllreduce, total_numel(tensors), dtype_of(tensors), reducing[0].op()),
+          [tensors, reducing](const Call& call) {
             for (size_t i = 0; i < tensors.size(); ++i) {
               const at::Tensor& tensor = tensors[i];
               Dense dense = reducing[i].load(tensor);
-              collectives::allreduce(call, dense.data(), tensor.numel(), tensor.scalar_type(), reducing[i].op());
+              call.engine.allreduce(call.sequence, dense.data(), tensor.numel(), tensor.scalar_type(),
+                                    reducing[i].op());
               if (!dense.is(tensor)) tensor.copy_(dense.memory());
             }
           }};
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return launch(options.asyncOp, options.timeout, [&]() -> Plan {
-    TORCH_CHECK(tensors.size() == 1, "torchtp allreduce takes one tensor a rank, got ", tensors.size());
-    const at::Tensor tensor = tensors[0];
-    if (!tensor.is_sparse()) return plan_allreduce("torchtp:all_reduce", tensors, options.reduceOp);
-    check_sparse(tensor, static_cast<collectives::ReduceOp>(options.reduceOp.op_));
-    return {c10d::OpType::ALLREDUCE, "torchtp:all_reduce", tensors, tensors,
-            [tensor](const Call& call) { sparse_allreduce(call, tensor); }};
-  });
+  return launch(
+      options.asyncOp, options.timeout,
+      [&]() -> Plan {
+        TORCH_CHECK(tensors.size() == 1, "torchtp allreduce takes one tensor a rank, got ", tensors.size());
+        const at::Tensor tensor = tensors[0];
+        if (!tensor.is_sparse()) return plan_allreduce("torchtp:all_reduce", tensors, options.reduceOp);
+        const auto op = static_cast<collectives::ReduceOp>(options.reduceOp.op_);
+        check_sparse(tensor, op);
+        return {c10d::OpType::ALLREDUCE,
+                "torchtp:all_reduce",
+                tensors,
+                tensors,
+                fingerprint(0, Kind::kAllreduce, tensor.numel(), tensor.scalar_type(), op),
+                [tensor](const Call& call) { sparse_allreduce(call, tensor); }};
+      },
+      [&](Inner& inner) { return inner.allreduce(tensors, options); });
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
@@ -76,44 +92,62 @@ TorchtpBackend::WorkPtr TorchtpBackend::allreduce_sparse(Tensors& tensors, const
 
 TorchtpBackend::WorkPtr TorchtpBackend::allreduce_coalesced(Tensors& tensors,
                                                             const c10d::AllreduceCoalescedOptions& options) {
-  return launch(options.asyncOp, options.timeout,
-                [&] { return plan_allreduce("torchtp:all_reduce_coalesced", tensors, options.reduceOp); });
+  return launch(
+      options.asyncOp, options.timeout,
+      [&] { return plan_allreduce("torchtp:all_reduce_coalesced", tensors, options.reduceOp); },
+      [&](Inner& inner) { return inner.allreduce_coalesced(tensors, options); });
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return launch(options.asyncOp, options.timeout, [&]() -> Plan {
-    const at::Tensor tensor = only(tensors, "reduce");
-    check_root(options.rootRank, "reduce");
-    const int root = static_cast<int>(options.rootRank);
-    const Reducing reducing(options.reduceOp, tensor.scalar_type(), "reduce");
-    return {c10d::OpType::REDUCE, "torchtp:reduce", tensors, tensors, [tensor, root, reducing](const Call& call) {
-              Dense dense = reducing.load(tensor);
-              collectives::reduce(call, dense.data(), tensor.numel(), tensor.scalar_type(), reducing.op(), root);
-              if (call.group.rank() == root && !dense.is(tensor)) tensor.copy_(dense.memory());
-            }};
-  });
+  return launch(
+      options.asyncOp, options.timeout,
+      [&]() -> Plan {
+        const at::Tensor tensor = only(tensors, "reduce");
+        check_root(options.rootRank, "reduce");
+        const int root = static_cast<int>(options.rootRank);
+        const Reducing reducing(options.reduceOp, tensor, "reduce");
+        return {c10d::OpType::REDUCE,
+                "torchtp:reduce",
+                tensors,
+                tensors,
+                fingerprint(0, Kind::kReduce, tensor.numel(), tensor.scalar_type(), reducing.op(), root),
+                [tensor, root, reducing](const Call& call) {
+                  Dense dense = reducing.load(tensor);
+                  call.engine.reduce(call.sequence, dense.data(), tensor.numel(), tensor.scalar_type(), reducing.op(),
+                                     root);
+                  if (call.engine.rank() == root && !dense.is(tensor)) tensor.copy_(dense.memory());
+                }};
+      },
+      [&](Inner& inner) { return inner.reduce(tensors, options); });
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                        const c10d::ReduceScatterOptions& options) {
-  return launch(options.asyncOp, options.timeout, [&]() -> Plan {
-    const at::Tensor output = only(outputs, "reduce_scatter");
-    const Tensors list = one_for_each_rank(inputs, getSize(), output, "reduce_scatter");
-    const Reducing reducing(options.reduceOp, output.scalar_type(), "reduce_scatter");
-    return {c10d::OpType::REDUCE_SCATTER, "torchtp:reduce_scatter", outputs, list,
-            [output, list, reducing](const Call& call) {
-              std::vector<Dense> sources;
-              std::vector<const std::byte*> pointers;
-              for (const at::Tensor& tensor : list) {
-                sources.push_back(reducing.load(tensor));
-                pointers.push_back(sources.back().data());
-              }
-              Dense result(output, false);
-              collectives::reduce_scatter(call, pointers, result.data(), output.numel(), output.scalar_type(),
-                                          reducing.op());
-              result.store();
-            }};
-  });
+  return launch(
+      options.asyncOp, options.timeout,
+      [&]() -> Plan {
+        const at::Tensor output = only(outputs, "reduce_scatter");
+        const Tensors list = one_for_each_rank(inputs, getSize(), output, "reduce_scatter");
+        const Reducing reducing(options.reduceOp, output, "reduce_scatter");
+        return {c10d::OpType::REDUCE_SCATTER,
+                "torchtp:reduce_scatter",
+                outputs,
+                list,
+                fingerprint(0, Kind::kReduceScatter, output.numel(), output.scalar_type(), reducing.op()),
+                [output, list, reducing](const Call& call) {
+                  std::vector<Dense> sources;
+                  std::vector<const std::byte*> pointers;
+                  for (const at::Tensor& tensor : list) {
+                    sources.push_back(reducing.load(tensor));
+                    pointers.push_back(sources.back().data());
+                  }
+                  Dense result(output, false);
+                  call.engine.reduce_scatter(call.sequence, pointers, result.data(), output.numel(),
+                                             output.scalar_type(), reducing.op());
+                  result.store();
+                }};
+      },
+      [&](Inner& inner) { return inner.reduce_scatter(outputs, inputs, options); });
 }
 
 TorchtpBackend::Plan TorchtpBackend::plan_reduce_scatter_base(const char* title, const Tensors& outputs,
@@ -123,15 +157,21 @@ TorchtpBackend::Plan TorchtpBackend::plan_reduce_scatter_base(const char* title,
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_tensor(outputs[i], "reduce_scatter_tensor");
     check_like(inputs[i], outputs[i].numel() * getSize(), outputs[i].scalar_type(), "reduce_scatter_tensor");
-    reducing.emplace_back(op, outputs[i].scalar_type(), "reduce_scatter_tensor");
+    reducing.emplace_back(op, outputs[i], "reduce_scatter_tensor");
   }
-  return {c10d::OpType::_REDUCE_SCATTER_BASE, title, outputs, inputs, [outputs, inputs, reducing](const Call& call) {
+  const auto reduce_op = static_cast<collectives::ReduceOp>(op.op_);
+  return {c10d::OpType::_REDUCE_SCATTER_BASE,
+          title,
+          outputs,
+          inputs,
+          fingerprint(0, Kind::kReduceScatter, total_numel(outputs), dtype_of(outputs), reduce_op),
+          [outputs, inputs, reducing](const Call& call) {
             for (size_t i = 0; i < inputs.size(); ++i) {
               const Dense source = reducing[i].load(inputs[i]);
               Dense result(outputs[i], false);
               const std::byte* data = source.data();
-              collectives::reduce_scatter(call, parts(data, result.num_bytes(), call.group.size()), result.data(),
-                                          outputs[i].numel(), outputs[i].scalar_type(), reducing[i].op());
+              call.engine.reduce_scatter(call.sequence, parts(data, result.num_bytes(), call.engine.size()),
+                                         result.data(), outputs[i].numel(), outputs[i].scalar_type(), reducing[i].op());
               result.store();
             }
           }};
@@ -139,16 +179,20 @@ TorchtpBackend::Plan TorchtpBackend::plan_reduce_scatter_base(const char* title,
 
 TorchtpBackend::WorkPtr TorchtpBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                              const c10d::ReduceScatterOptions& options) {
-  return launch(options.asyncOp, options.timeout, [&] {
-    return plan_reduce_scatter_base("torchtp:_reduce_scatter_base", {output}, {input}, options.reduceOp);
-  });
+  return launch(
+      options.asyncOp, options.timeout,
+      [&] { return plan_reduce_scatter_base("torchtp:_reduce_scatter_base", {output}, {input}, options.reduceOp); },
+      [&](Inner& inner) { return inner._reduce_scatter_base(output, input, options); });
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                         const c10d::ReduceScatterOptions& options) {
-  return launch(options.asyncOp, options.timeout, [&] {
-    return plan_reduce_scatter_base("torchtp:reduce_scatter_tensor_coalesced", outputs, inputs, options.reduceOp);
-  });
+  return launch(
+      options.asyncOp, options.timeout,
+      [&] {
+        return plan_reduce_scatter_base("torchtp:reduce_scatter_tensor_coalesced", outputs, inputs, options.reduceOp);
+      },
+      [&](Inner& inner) { return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
 }
 
 }  // namespace torchtp::backend

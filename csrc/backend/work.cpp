@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "backend/gil.h"
+#include "backend/runner.h"
 #include "core/error.h"
 
 namespace torchtp::backend {
@@ -31,7 +33,20 @@ void TorchtpWork::complete(std::exception_ptr error) {
   if (future) settle(*future);
 }
 
+// A callback that asks for this work runs on the thread that would have to do it (PowerSGD's hook waits like that).
+void TorchtpWork::catch_up() {
+  if (!Runner::on_worker()) return;
+  GilRelease release;
+  Runner::catch_up([this] { return Work::isCompleted(); });
+}
+
+bool TorchtpWork::wait(std::chrono::milliseconds timeout) {
+  catch_up();
+  return Work::wait(timeout);
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> TorchtpWork::getFuture() {
+  catch_up();
   std::lock_guard<std::mutex> lock(future_mutex_);
   if (!future_) {
     future_ = make_future();
@@ -118,6 +133,18 @@ std::exception_ptr as_dist_error(std::exception_ptr error) {
     return std::current_exception();
   }
   return error;
+}
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& known) {
+    return known.what_without_backtrace();
+  } catch (const std::exception& known) {
+    return known.what();
+  } catch (...) {
+    return "an unknown error";
+  }
 }
 
 }  // namespace torchtp::backend

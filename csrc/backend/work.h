@@ -17,12 +17,14 @@ class TorchtpWork : public c10d::Work {
 
   void complete(std::exception_ptr error);
 
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
 
  private:
   void settle(c10::ivalue::Future& future) const;
+  void catch_up();
 
   const uint64_t sequence_;
   const std::vector<at::Tensor> outputs_;
@@ -50,5 +52,7 @@ class WorkList : public c10d::Work {
 
 // An error of the floors below as PyTorch's users know it: torchtp::Error becomes c10::DistBackendError.
 std::exception_ptr as_dist_error(std::exception_ptr error);
+
+std::string message_of(const std::exception_ptr& error);
 
 }  // namespace torchtp::backend

@@ -4,9 +4,13 @@
 #include <map>
 #include <mutex>
 
+#include "backend/device_exchange_of.h"
+#include "backend/device_exchanges.h"
 #include "backend/exchanges.h"
 #include "core/format.h"
+#include "exchange/bytes_on_device.h"
 #include "exchange/thread_exchange.h"
+#include "spatial/halos.h"
 
 namespace torchtp::bindings {
 namespace {
@@ -98,8 +102,74 @@ void set_exchange(const std::string& group_name, const std::string& kind) {
                                                          {"none", ExchangeKind::kNone},
                                                          {"planned", ExchangeKind::kPlanned}};
   const auto found = kinds.find(kind);
-  TORCH_CHECK_VALUE(found != kinds.end(), "set_exchange: kind is auto, point_to_point, none or planned, not ", kind);
-  backend::set_exchange(group_name, found->second);
+  if (found != kinds.end()) return backend::set_exchange(group_name, found->second);
+  TORCH_CHECK_VALUE(kind == "peer_memory" || kind == "grouped" || kind == "staged",
+                    "set_exchange: kind is auto, point_to_point, none, planned, peer_memory, grouped or staged, not ",
+                    kind);
+  backend::set_device_exchange(group_name, exchange::device_kind_of(kind, "kind"));
+}
+
+std::shared_ptr<BytesExchange> exchange_of(const std::string& group_name, const std::string& device_name) {
+  const auto group = backend::spatial_group(group_name);
+  const c10::Device device(device_name);
+  TORCH_CHECK_VALUE(device.is_cpu() || device.has_index(), "exchange_of: say which device, as cuda:0");
+  if (const auto on_device = backend::device_exchange_of(group, device)) {
+    return std::make_shared<BytesExchange>(
+        std::make_shared<exchange::BytesOnDevice>(on_device, backend::DeviceExchanges::kernels(device)));
+  }
+  return std::make_shared<BytesExchange>(group.exchange);
+}
+
+// What moves halos of the group's tensors on devices, as far as it has been used.
+py::list device_exchanges(const std::string& group_name) {
+  py::list out;
+  for (const auto& made : backend::device_exchanges(group_name)->made()) {
+    py::dict entry;
+    entry["device"] = made.device;
+    entry["kind"] = made.exchange->name();
+    entry["why"] = made.why;
+    entry["memory_bytes"] = made.exchange->memory_bytes();
+    out.append(std::move(entry));
+  }
+  return out;
+}
+
+// For tests of the choice: facts of every rank as dicts; what is left out is false or empty.
+std::pair<std::string, std::string> choose_device_exchange(const std::vector<py::dict>& ranks) {
+  std::vector<exchange::DeviceFacts> facts;
+  for (const py::dict& rank : ranks) {
+    const auto get = [&](const char* key, auto otherwise) {
+      return rank.contains(key) ? rank[key].template cast<decltype(otherwise)>() : otherwise;
+    };
+    exchange::DeviceFacts fact;
+    fact.host = get("host", std::string());
+    fact.device = get("device", std::string());
+    fact.seen = get("seen", std::vector<std::string>());
+    fact.reachable = get("reachable", std::vector<std::string>());
+    fact.symmetric_memory = get("symmetric_memory", false);
+    fact.shares_devices = get("shares_devices", false);
+    fact.grouped = get("grouped", false);
+    fact.wish = exchange::device_kind_of(get("wish", std::string("auto")), "wish");
+    facts.push_back(exchange::DeviceFacts::unpacked(fact.packed()));
+  }
+  const auto choice = exchange::choose(facts);
+  return {exchange::name_of(choice.kind), choice.why};
+}
+
+void check_exchanges(const std::string& group_name) {
+  for (const auto& made : backend::device_exchanges(group_name)->made()) made.exchange->check();
+}
+
+// What Halos brings, copied. Its `stacked` tensors are stacked along `stacked_dim`.
+std::tuple<at::Tensor, at::Tensor> pull_halos(const std::vector<at::Tensor>& stacked, int64_t stacked_dim, int64_t dim,
+                                              int64_t extent, const std::vector<int64_t>& begins,
+                                              const std::vector<int64_t>& ends, const std::string& group_name) {
+  std::vector<Interval> wanted;
+  for (size_t rank = 0; rank < begins.size(); ++rank) wanted.push_back({begins[rank], ends.at(rank)});
+  const spatial::Cut cut{dim, extent, backend::spatial_group(group_name)};
+  spatial::Halos halos(stacked, stacked_dim, cut, wanted);
+  halos.wait();
+  return {halos.before().clone(), halos.after().clone()};
 }
 
 }  // namespace
@@ -110,12 +180,11 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("size", &BytesExchange::size)
       .def("start", &BytesExchange::start, py::arg("sends"), py::arg("receives"))
       .def("finish", &BytesExchange::finish, py::arg("ticket"));
-  m.def(
-      "exchange_of",
-      [](const std::string& group_name) {
-        return std::make_shared<BytesExchange>(backend::spatial_group(group_name).exchange);
-      },
-      py::arg("group_name"));
+  m.def("exchange_of", &exchange_of, py::arg("group_name"), py::arg("device") = "cpu",
+        py::call_guard<py::gil_scoped_release>());
+  m.def("device_exchanges", &device_exchanges, py::arg("group_name"));
+  m.def("check_exchanges", &check_exchanges, py::arg("group_name"));
+  m.def("choose_device_exchange", &choose_device_exchange, py::arg("ranks"));
   m.def(
       "thread_exchanges",
       [](int size, double timeout_seconds) {
@@ -129,6 +198,8 @@ void bind_exchange(py::module_& m) {
       },
       py::arg("size"), py::arg("timeout_seconds"));
   m.def("set_exchange", &set_exchange, py::arg("group_name"), py::arg("kind"));
+  m.def("pull_halos", &pull_halos, py::arg("stacked"), py::arg("stacked_dim"), py::arg("dim"), py::arg("extent"),
+        py::arg("begins"), py::arg("ends"), py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "traffic",
       [](const std::string& group_name) {

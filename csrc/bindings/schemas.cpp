@@ -7,6 +7,7 @@
 
 #define CUT "int[] cut_dims, int[] cut_extents, str[] cut_groups"
 #define CONVOLUTION "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
+#define DEPTHWISE "int[] stride, int[] padding, int[] dilation"
 #define MAX_POOL "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 #define AVG_POOL \
   "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor_override"
@@ -25,6 +26,12 @@ TORCH_LIBRARY(torchtp, m) {
   m.def("convolution(Tensor input, Tensor weight, Tensor? bias, " CONVOLUTION ", " CUT ") -> Tensor");
   m.def("convolution_backward(Tensor grad_output, Tensor input, Tensor weight, " CONVOLUTION
         ", bool[3] output_mask, " CUT ") -> (Tensor, Tensor, Tensor)");
+
+  // The same for one filter a channel, by the kernels that read halos where they arrive; convolution goes there by
+  // itself. On the CPU for tests. Not differentiable; the backward's are of input and weight.
+  m.def("depthwise(Tensor input, Tensor weight, Tensor? bias, " DEPTHWISE ", " CUT ") -> Tensor");
+  m.def("depthwise_backward(Tensor grad_output, Tensor input, Tensor weight, " DEPTHWISE ", " CUT
+        ") -> (Tensor, Tensor)");
 
   // Statistics over all ranks of the groups; what is saved is (mean, 1 / standard deviation).
   m.def(

@@ -23,7 +23,7 @@ void allgather(const Call& call, const std::byte* input, const std::vector<std::
     stage_bytes(group.slot(rank), input + offset, size);
     group.round(print);
     for (int r = 0; r < group.size(); ++r) {
-      if (r != rank) copy_bytes(outputs[r] + offset, group.peer_slot(r), size);
+      if (r != rank) unstage_bytes(outputs[r] + offset, group.peer_slot(r), size, num_bytes * group.size());
     }
   });
 }

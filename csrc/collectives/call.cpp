@@ -2,11 +2,45 @@
 
 #include <iterator>
 
+#include "core/format.h"
+
 namespace torchtp::collectives {
 
 namespace {
 
 constexpr uint8_t kNoReduceOp = 255;
+
+// fp32, bf16, int64, bool, complex64.
+std::string short_name(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Double:
+      return "fp64";
+    case c10::ScalarType::Float:
+      return "fp32";
+    case c10::ScalarType::Half:
+      return "fp16";
+    case c10::ScalarType::BFloat16:
+      return "bf16";
+    case c10::ScalarType::Byte:
+      return "uint8";
+    case c10::ScalarType::Char:
+      return "int8";
+    case c10::ScalarType::Short:
+      return "int16";
+    case c10::ScalarType::Int:
+      return "int32";
+    case c10::ScalarType::Long:
+      return "int64";
+    case c10::ScalarType::Bool:
+      return "bool";
+    case c10::ScalarType::ComplexFloat:
+      return "complex64";
+    case c10::ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return c10::toString(dtype);
+  }
+}
 
 }  // namespace
 
@@ -25,7 +59,7 @@ const char* name_of(Kind kind) {
   return index < std::size(kNames) ? kNames[index] : "an unknown call";
 }
 
-shm::Fingerprint Call::fingerprint(Kind kind, int64_t count, c10::ScalarType dtype, int root) const {
+shm::Fingerprint fingerprint(uint64_t sequence, Kind kind, int64_t count, c10::ScalarType dtype, int root) {
   shm::Fingerprint print{};
   print.sequence = sequence;
   print.kind = static_cast<uint8_t>(kind);
@@ -36,23 +70,30 @@ shm::Fingerprint Call::fingerprint(Kind kind, int64_t count, c10::ScalarType dty
   return print;
 }
 
-shm::Fingerprint Call::fingerprint(Kind kind, int64_t count, c10::ScalarType dtype, ReduceOp op, int root) const {
-  shm::Fingerprint print = fingerprint(kind, count, dtype, root);
+shm::Fingerprint fingerprint(uint64_t sequence, Kind kind, int64_t count, c10::ScalarType dtype, ReduceOp op,
+                             int root) {
+  shm::Fingerprint print = fingerprint(sequence, kind, count, dtype, root);
   print.reduce_op = static_cast<uint8_t>(op);
   return print;
 }
 
-std::string describe(const shm::Fingerprint& print) {
+const char* reduce_op_of(const shm::Fingerprint& print) {
+  return print.reduce_op == kNoReduceOp ? "" : name_of(static_cast<ReduceOp>(print.reduce_op));
+}
+
+std::string describe(const shm::Fingerprint& print, const std::string& label) {
   const auto kind = static_cast<Kind>(print.kind);
-  std::string text = name_of(kind);
-  if (kind == Kind::kRefused) return text;
-  if (kind == Kind::kBarrier) return text + "()";
-  text += "(";
-  if (print.reduce_op != kNoReduceOp) text += std::string(name_of(static_cast<ReduceOp>(print.reduce_op))) + ", ";
-  text += c10::toString(static_cast<c10::ScalarType>(print.dtype));
-  if (kind != Kind::kAlltoall) text += ", " + std::to_string(print.count) + " elements";
-  if (print.root >= 0) text += ", root " + std::to_string(print.root);
-  return text + ")";
+  std::string details;
+  const auto add = [&](const std::string& detail) { details += (details.empty() ? "" : ", ") + detail; };
+  if (kind != Kind::kRefused && kind != Kind::kBarrier) {
+    if (print.reduce_op != kNoReduceOp) add(name_of(static_cast<ReduceOp>(print.reduce_op)));
+    add(short_name(static_cast<c10::ScalarType>(print.dtype)));
+    if (kind != Kind::kAlltoall) add(grouped(print.count) + " elements");
+    if (print.root >= 0) add("root " + std::to_string(print.root));
+  }
+  if ((print.flags & kOnDevice) != 0) add("on a device");
+  if (!label.empty()) add(label);
+  return cat(name_of(kind), " #", print.sequence, details.empty() ? "" : " (" + details + ")");
 }
 
 bool all_in_heap(const shm::Group& group) {

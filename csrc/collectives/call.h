@@ -29,17 +29,31 @@ enum class Kind : uint8_t {
 
 const char* name_of(Kind kind);
 
+// Flags of a fingerprint.
+constexpr uint8_t kOnDevice = 1;  // an inner backend carries the call out, on a device's memory
+
+// What ranks compare; `root` is -1 where there is none.
+shm::Fingerprint fingerprint(uint64_t sequence, Kind kind, int64_t count, c10::ScalarType dtype, int root = -1);
+shm::Fingerprint fingerprint(uint64_t sequence, Kind kind, int64_t count, c10::ScalarType dtype, ReduceOp op,
+                             int root = -1);
+
+// The name of the fingerprint's reduce op; empty where nothing is reduced.
+const char* reduce_op_of(const shm::Fingerprint& fingerprint);
+
 // One collective call on one rank: the group and the call's number in the group's order, the same on all ranks.
 struct Call {
   shm::Group& group;
   uint64_t sequence;
+  const shm::Fingerprint* whole = nullptr;  // of the call that this one is a part of: what ranks then compare
 
-  shm::Fingerprint fingerprint(Kind kind, int64_t count, c10::ScalarType dtype, int root = -1) const;
-  shm::Fingerprint fingerprint(Kind kind, int64_t count, c10::ScalarType dtype, ReduceOp op, int root = -1) const;
+  template <typename... Arguments>
+  shm::Fingerprint fingerprint(Kind kind, Arguments... arguments) const {
+    return whole != nullptr ? *whole : collectives::fingerprint(sequence, kind, arguments...);
+  }
 };
 
-// "allreduce(SUM, Float, 12 elements)": how a mismatch shows what a rank called.
-std::string describe(const shm::Fingerprint& fingerprint);
+// "allreduce #7 (SUM, fp32, 1,024 elements, label)": how messages show what a rank called.
+std::string describe(const shm::Fingerprint& fingerprint, const std::string& label = "");
 
 // Below this a message is staged at once and every rank does all the work: one round.
 constexpr size_t kSmallBytes = 32 * 1024;
@@ -58,6 +72,20 @@ inline void copy_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
 // The same into memory that another rank reads next.
 inline void stage_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
   if (num_bytes != 0) stream_copy(out, in, num_bytes);
+}
+
+// From this on results that are not read first are written past the caches: so much would not stay there, and what is
+// overwritten need not be fetched.
+constexpr size_t kLargeBytes = size_t{16} << 20;
+
+// A piece of a result of `total_bytes` that this rank alone reads.
+inline void unstage_bytes(std::byte* out, const std::byte* in, size_t num_bytes, size_t total_bytes) {
+  if (num_bytes == 0) return;
+  if (total_bytes >= kLargeBytes) {
+    stream_copy(out, in, num_bytes);
+  } else {
+    std::memcpy(out, in, num_bytes);
+  }
 }
 
 // Calls body(offset, size) for the pieces of [0, num_bytes), at least once, so that an empty message is a round too.

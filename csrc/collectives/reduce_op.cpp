@@ -8,6 +8,7 @@
 #include <string>
 #include <type_traits>
 
+#include "collectives/reduce_16bit.h"
 #include "core/error.h"
 
 namespace torchtp::collectives {
@@ -159,7 +160,7 @@ void reduce_bool(std::byte* out, const std::vector<const std::byte*>& inputs, in
 }
 
 template <typename T>
-void reduce_as(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op) {
+void reduce_as(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op, int divisor) {
   // The sum behind an integer average must not wrap around in a narrow type.
   using Wide = std::conditional_t<std::is_integral_v<T>, int64_t, Accumulator<T>>;
   switch (op) {
@@ -167,8 +168,7 @@ void reduce_as(std::byte* out, const std::vector<const std::byte*>& inputs, int6
     case ReduceOp::kPremulSum:
       return reduce_typed<Sum, T>(out, inputs, count);
     case ReduceOp::kAvg:
-      return reduce_typed<Sum, T, Wide>(out, inputs, count,
-                                        DivideBy<Wide>{static_cast<Wide>(static_cast<int>(inputs.size()))});
+      return reduce_typed<Sum, T, Wide>(out, inputs, count, DivideBy<Wide>{static_cast<Wide>(divisor)});
     case ReduceOp::kProduct:
       return reduce_typed<Product, T>(out, inputs, count);
     default:
@@ -218,36 +218,49 @@ bool is_reducible(c10::ScalarType dtype, ReduceOp op) {
 }
 
 void reduce_inputs(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                   ReduceOp op) {
+                   ReduceOp op, int divisor) {
   if (count == 0 || inputs.empty()) return;
+  const int num_inputs = static_cast<int>(inputs.size());
+  if (divisor == 0) divisor = num_inputs;
   switch (dtype) {
     case c10::ScalarType::Bool:
       return reduce_bool(out, inputs, count, op);
     case c10::ScalarType::Byte:
-      return reduce_as<uint8_t>(out, inputs, count, op);
+      return reduce_as<uint8_t>(out, inputs, count, op, divisor);
     case c10::ScalarType::Char:
-      return reduce_as<int8_t>(out, inputs, count, op);
+      return reduce_as<int8_t>(out, inputs, count, op, divisor);
     case c10::ScalarType::Short:
-      return reduce_as<int16_t>(out, inputs, count, op);
+      return reduce_as<int16_t>(out, inputs, count, op, divisor);
     case c10::ScalarType::Int:
-      return reduce_as<int32_t>(out, inputs, count, op);
+      return reduce_as<int32_t>(out, inputs, count, op, divisor);
     case c10::ScalarType::Long:
-      return reduce_as<int64_t>(out, inputs, count, op);
+      return reduce_as<int64_t>(out, inputs, count, op, divisor);
     case c10::ScalarType::Half:
-      return reduce_as<c10::Half>(out, inputs, count, op);
+      if (divisor == num_inputs && reduce_16bit(out, inputs, count, dtype, op)) return;
+      return reduce_as<c10::Half>(out, inputs, count, op, divisor);
     case c10::ScalarType::BFloat16:
-      return reduce_as<c10::BFloat16>(out, inputs, count, op);
+      if (divisor == num_inputs && reduce_16bit(out, inputs, count, dtype, op)) return;
+      return reduce_as<c10::BFloat16>(out, inputs, count, op, divisor);
     case c10::ScalarType::Float:
-      return reduce_as<float>(out, inputs, count, op);
+      return reduce_as<float>(out, inputs, count, op, divisor);
     case c10::ScalarType::Double:
-      return reduce_as<double>(out, inputs, count, op);
+      return reduce_as<double>(out, inputs, count, op, divisor);
     case c10::ScalarType::ComplexFloat:
-      return reduce_as<std::complex<float>>(out, inputs, count, op);
+      return reduce_as<std::complex<float>>(out, inputs, count, op, divisor);
     case c10::ScalarType::ComplexDouble:
-      return reduce_as<std::complex<double>>(out, inputs, count, op);
+      return reduce_as<std::complex<double>>(out, inputs, count, op, divisor);
     default:
       throw Error(std::string("dtype ") + c10::toString(dtype) + " cannot be reduced");
   }
+}
+
+ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg || op == ReduceOp::kPremulSum ? ReduceOp::kSum : op; }
+
+c10::ScalarType partial_dtype(c10::ScalarType dtype, ReduceOp op) {
+  const bool half = dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
+  if (half && op != ReduceOp::kMin && op != ReduceOp::kMax) return c10::ScalarType::Float;
+  if (op == ReduceOp::kAvg && c10::isIntegralType(dtype, false)) return c10::ScalarType::Long;
+  return dtype;
 }
 
 }  // namespace torchtp::collectives

@@ -17,8 +17,13 @@ const char* name_of(ReduceOp op);
 bool is_reducible(c10::ScalarType dtype, ReduceOp op);
 
 // out[i] = inputs[0][i] op inputs[1][i] op ..., in this order, 16-bit types in fp32 until the end; AVG divides the sum
-// by the number of inputs (integers truncate), MIN and MAX keep NaN. `out` may be one of the inputs.
+// by the number of inputs, or by `divisor` if that is not 0 (integers truncate), MIN and MAX keep NaN. `out` may be one
+// of the inputs.
 void reduce_inputs(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                   ReduceOp op);
+                   ReduceOp op, int divisor = 0);
+
+// The op between partial results, and the dtype that they need so that the end has the same digits as of one step.
+ReduceOp partial_op(ReduceOp op);
+c10::ScalarType partial_dtype(c10::ScalarType dtype, ReduceOp op);
 
 }  // namespace torchtp::collectives

@@ -9,6 +9,9 @@ namespace {
 // A block stays in the second-level cache between being reduced and being written to the other ranks.
 constexpr size_t kBlockBytes = 64 * 1024;
 
+// Up to here a copy into the slot costs less than the second round that reading a heap needs.
+constexpr size_t kTinyBytes = 8 * 1024;
+
 struct Range {
   size_t begin, end;  // bytes
   size_t size() const { return end - begin; }
@@ -51,11 +54,24 @@ class Reduction {
 
  private:
   void run_small() {
-    stage_bytes(group_.slot(rank_), data_, num_bytes_);
-    group_.round(print_);
+    const int64_t heap_offset = num_bytes_ > kTinyBytes ? group_.heap_offset(data_, num_bytes_) : -1;
+    if (heap_offset < 0) stage_bytes(group_.slot(rank_), data_, num_bytes_);
+    group_.round(print_, heap_offset);
+    if (all_in_heap(group_)) return run_in_heap();
+    if (any_in_heap()) {  // not all: the others cannot be read where they lie, so everybody stages
+      stage_bytes(group_.slot(rank_), data_, num_bytes_);
+      group_.round(print_);
+    }
     if (!wanted_) return;
-    for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r);
+    for (int r = 0; r < size_; ++r) inputs_[r] = r == rank_ ? data_ : group_.peer_slot(r);
     reduce(data_, num_bytes_);
+  }
+
+  bool any_in_heap() const {
+    for (int r = 0; r < size_; ++r) {
+      if (group_.peer_heap_offset(r) >= 0) return true;
+    }
+    return false;
   }
 
   void run_in_heap() {
@@ -75,8 +91,9 @@ class Reduction {
     group_.round(print_);
   }
 
-  // Slot of a round: [a chunk of my input | my reduced share of the chunk before]. Each round stages chunk c and the
-  // share of chunk c - 1, then spreads the shares of chunk c - 1 to the output: one synchronisation a chunk.
+  // Slot of a round: [a chunk of my input, less my share | my reduced share of the chunk before]. Each round stages
+  // chunk c and the share of chunk c - 1, then spreads the shares of chunk c - 1 to the output: one synchronisation a
+  // chunk.
   void run_staged() {
     const size_t lines = group_.slot_bytes() / kAlignment;
     const size_t chunk_bytes = (lines - 1) * size_ / (size_ + 1) * kAlignment;
@@ -85,7 +102,7 @@ class Reduction {
     for (size_t c = 0; c <= num_chunks; ++c) {
       std::byte* slot = group_.slot(rank_);
       if (c > 0) reduce_share(chunk(c - 1), slot + chunk_bytes);
-      if (c < num_chunks) stage_bytes(slot, data_ + chunk(c).begin, chunk(c).size());
+      if (c < num_chunks) stage_for_others(slot, chunk(c));
       group_.round(print_);
       if (c == 0 || !wanted_) continue;
       for (int r = 0; r < size_; ++r) {
@@ -96,13 +113,22 @@ class Reduction {
     }
   }
 
+  // All of the chunk but my share: nobody else reads that one.
+  void stage_for_others(std::byte* slot, const Range& chunk) {
+    const Range share = share_of(rank_, size_, chunk.size());
+    stage_bytes(slot, data_ + chunk.begin, share.begin);
+    stage_bytes(slot + share.end, data_ + chunk.begin + share.end, chunk.size() - share.end);
+  }
+
   // Reduces my share of the chunk in the peers' slots to `out`, by way of the output where that is wanted too.
   void reduce_share(const Range& chunk, std::byte* out) {
     const Range share = share_of(rank_, size_, chunk.size());
     for (size_t begin = share.begin; begin < share.end; begin += kBlockBytes) {
       const size_t size = std::min(kBlockBytes, share.end - begin);
       std::byte* const staged = out + (begin - share.begin);
-      for (int r = 0; r < size_; ++r) inputs_[r] = group_.peer_slot(r) + begin;
+      for (int r = 0; r < size_; ++r) {
+        inputs_[r] = r == rank_ ? data_ + chunk.begin + begin : group_.peer_slot(r) + begin;
+      }
       if (wanted_) {
         reduce(data_ + chunk.begin + begin, size);
         stage_bytes(staged, data_ + chunk.begin + begin, size);

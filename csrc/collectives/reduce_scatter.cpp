@@ -35,9 +35,13 @@ void reduce_scatter(const Call& call, const std::vector<const std::byte*>& input
   const size_t piece_bytes = align_down(group.slot_bytes() / num_ranks);
   for_each_chunk(num_bytes, piece_bytes, [&](size_t offset, size_t size) {
     std::byte* slot = group.slot(rank);
-    for (int r = 0; r < num_ranks; ++r) stage_bytes(slot + r * piece_bytes, inputs[r] + offset, size);
+    for (int r = 0; r < num_ranks; ++r) {
+      if (r != rank) stage_bytes(slot + r * piece_bytes, inputs[r] + offset, size);
+    }
     group.round(print);
-    for (int r = 0; r < num_ranks; ++r) sources[r] = group.peer_slot(r) + rank * piece_bytes;
+    for (int r = 0; r < num_ranks; ++r) {
+      sources[r] = r == rank ? inputs[r] + offset : group.peer_slot(r) + rank * piece_bytes;
+    }
     reduce_inputs(output + offset, sources, static_cast<int64_t>(size / item_bytes), dtype, op);
   });
 }

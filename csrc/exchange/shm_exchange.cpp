@@ -156,8 +156,8 @@ struct ShmExchange::State {
       return;
     }
     throw Error(cat("rank ", group.rank(), " expects ", message.receive.num_bytes, " bytes from rank ", from,
-                    " as message ", sequence, " (exchange ", message.ticket, "), but rank ", from, " sent ",
-                    header.num_bytes, " bytes as message ", header.sequence, " (exchange ", header.ticket,
+                    " as message ", sequence, " (exchange #", message.ticket, "), but rank ", from, " sent ",
+                    header.num_bytes, " bytes as message ", header.sequence, " (exchange #", header.ticket,
                     "): the ranks do not agree on the geometry or on the order of exchanges"));
   }
 
@@ -232,17 +232,19 @@ class ShmExchange::Progress final : public shm::Awaited {
 
   std::string describe() override {
     std::lock_guard<std::mutex> lock(exchange_.mutex_);
-    std::string text = cat("in exchange ", ticket_);
+    std::string text;
     const auto& peers = exchange_.state_->peers;
     for (size_t peer = 0; peer < peers.size(); ++peer) {
       for (const Outgoing& message : peers[peer].outgoing) {
-        if (message.ticket == ticket_) text += cat(", ", message.send.num_bytes, " bytes to rank ", peer);
+        if (message.ticket == ticket_)
+          text += cat(text.empty() ? "" : ", ", message.send.num_bytes, " bytes to rank ", peer);
       }
       for (const Incoming& message : peers[peer].incoming) {
-        if (message.ticket == ticket_) text += cat(", ", message.receive.num_bytes, " bytes from rank ", peer);
+        if (message.ticket == ticket_)
+          text += cat(text.empty() ? "" : ", ", message.receive.num_bytes, " bytes from rank ", peer);
       }
     }
-    return text;
+    return cat("exchange #", ticket_, " (", text, ")");
   }
 
  private:

@@ -16,6 +16,8 @@ class ShmExchange final : public Exchange {
   explicit ShmExchange(std::shared_ptr<shm::Group> group);
   ~ShmExchange() override;
 
+  // The ranks it moves between.
+  const std::shared_ptr<shm::Group>& group() const { return group_; }
   int rank() const override;
   int size() const override;
   uint64_t start(std::vector<Send> sends, std::vector<Receive> receives) override;

@@ -132,8 +132,8 @@ void ThreadExchange::complete(uint64_t ticket, Receive& receive) {
   const Message message = hub_->take(
       receive.peer, rank_, cat("in exchange ", ticket, " for ", receive.num_bytes, " bytes from rank ", receive.peer));
   if (message.ticket != ticket || message.bytes.size() != receive.num_bytes) {
-    hub_->fail(cat("rank ", rank_, " expects ", receive.num_bytes, " bytes from rank ", receive.peer, " (exchange ",
-                   ticket, "), but rank ", receive.peer, " sent ", message.bytes.size(), " bytes (exchange ",
+    hub_->fail(cat("rank ", rank_, " expects ", receive.num_bytes, " bytes from rank ", receive.peer, " (exchange #",
+                   ticket, "), but rank ", receive.peer, " sent ", message.bytes.size(), " bytes (exchange #",
                    message.ticket, ")"));
   }
   if (receive.num_bytes > 0) receive.sink->write(message.layout, 0, message.bytes.data(), receive.num_bytes);

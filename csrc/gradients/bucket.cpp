@@ -7,9 +7,11 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <utility>
+
+#include "backend/label.h"
+#include "gradients/moves.h"
 
 namespace torchtp::gradients {
 namespace {
@@ -30,24 +32,24 @@ bool compresses(at::ScalarType dtype, Compression compression) {
 
 }  // namespace
 
-int64_t steady_nanoseconds() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.layout() == at::kStrided && a.is_alias_of(b) && a.storage_offset() == b.storage_offset() &&
+         a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
+}
 
-Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters, int num_ranks, const Options& options)
-    : average_(options.average) {
+Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters, std::string label, int num_ranks,
+               const Options& options, std::shared_ptr<const SideStream> side)
+    : side_(std::move(side)), num_ranks_(num_ranks), label_(std::move(label)), average_(options.average) {
   const at::ScalarType dtype = c10::toRealValueType(parameters.front().scalar_type());
   const auto item_size = static_cast<int64_t>(c10::elementSize(dtype));
   int64_t num_bytes = 0;
-  std::vector<int64_t> begins;
   for (const at::Tensor& parameter : parameters) {
-    begins.push_back(num_bytes);
+    begins_.push_back(num_bytes / item_size);
     num_bytes = round_up(num_bytes + static_cast<int64_t>(parameter.nbytes()), kAlignment);
   }
-  const int64_t num_elements = num_bytes / item_size;
-  const auto num_marks = static_cast<int64_t>(parameters.size());
+  num_elements_ = num_bytes / item_size;
   const at::TensorOptions kind = parameters.front().options().requires_grad(false).dtype(dtype);
-  flat_ = collective.allocate(num_elements + num_marks + num_ranks, kind);
-  marks_ = flat_.narrow(0, num_elements, num_marks);
-  failures_ = flat_.narrow(0, num_elements + num_marks, num_ranks);
+  flat_ = collective.allocate(num_elements_ + static_cast<int64_t>(parameters.size()) + num_ranks, kind);
   if (compresses(dtype, options.compression)) {
     const at::ScalarType travels_as = options.compression == Compression::kHalf ? at::kHalf : at::kBFloat16;
     compressed_ = collective.allocate(flat_.numel(), kind.dtype(travels_as));
@@ -56,29 +58,54 @@ Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters,
     const at::Tensor& parameter = parameters[slot];
     const std::vector<int64_t> strides =
         parameter.is_non_overlapping_and_dense() ? parameter.strides().vec() : rowmajor_strides(parameter.sizes());
-    const auto offset = begins[slot] / static_cast<int64_t>(parameter.element_size());
+    const int64_t offset = begins_[slot] * item_size / static_cast<int64_t>(parameter.element_size());
     // Not a view in autograd's sense: such a gradient could not be detached in place.
     at::Tensor view = at::empty({0}, parameter.options().requires_grad(false));
     view.set_(flat_.storage(), offset, parameter.sizes(), strides);
     views_.push_back(std::move(view));
   }
+  const bool asked =
+      options.packing == Packing::kTogether || (options.packing == Packing::kByDevice && flat_.is_cuda());
+  packs_ = asked && moves_together(flat_.device(), dtype, payload().scalar_type());
+  if (side_->stream()) {
+    flat_.record_stream(*side_->stream());
+    if (compressed_.defined()) compressed_.record_stream(*side_->stream());
+  }
 }
 
-int64_t Bucket::num_bytes() const {
-  return static_cast<int64_t>(compressed_.defined() ? compressed_.nbytes() : flat_.nbytes());
+int64_t Bucket::num_bytes() const { return static_cast<int64_t>(payload().nbytes()); }
+
+void Bucket::note_writer() {
+  const auto stream = side_->current();
+  if (stream && std::find(writers_.begin(), writers_.end(), *stream) == writers_.end()) writers_.push_back(*stream);
 }
 
-void Bucket::start(const Collective& collective, const std::vector<bool>& present, bool failed) {
-  marks_.fill_(1);
-  for (size_t slot = 0; slot < present.size(); ++slot) {
-    if (!present[slot]) marks_.select(0, static_cast<int64_t>(slot)).zero_();
+void Bucket::start(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed) {
+  side_->follow(writers_);
+  writers_.clear();
+  const c10::OptionalStreamGuard on_side(side_->stream());
+  if (failed && !flat_.is_cpu()) {
+    for (const at::Tensor& view : views_) view.fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  if (failures_.numel() > 0) {
-    failures_.zero_();
-    if (failed) failures_.select(0, collective.rank()).fill_(1);
+  started_at_.reset();
+  if (measures_) started_at_ = Instant::now(flat_.device());
+  const backend::CallLabel label(label_);
+  if (packs_) {
+    start_packed(collective, gradients, failed);
+  } else {
+    start_copied(collective, gradients, failed);
   }
-  if (failed && !flat_.is_cpu()) flat_.fill_(std::numeric_limits<double>::quiet_NaN());
-  if (measures_) started_at_ = steady_nanoseconds();
+  done_at_.reset();
+  if (measures_) {
+    done_at_ = std::make_shared<LaterInstant>();
+    // On a device the callback's current stream comes after the collective.
+    work_->getFuture()->addCallback(
+        [done_at = done_at_, device = flat_.device()](c10::ivalue::Future&) { done_at->set(Instant::now(device)); });
+  }
+}
+
+void Bucket::start_copied(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed) {
+  mark(flat_, gradients, failed ? collective.rank() : -1, 1);
   if (!compressed_.defined()) {
     work_ = collective.start_mean(flat_);
   } else if (collective.divides_beforehand(flat_.device())) {
@@ -89,29 +116,81 @@ void Bucket::start(const Collective& collective, const std::vector<bool>& presen
     compressed_.copy_(flat_);
     work_ = collective.start_mean(compressed_);
   }
-  done_at_.reset();
-  if (measures_) {
-    done_at_ = std::make_shared<std::atomic<int64_t>>(0);
-    work_->getFuture()->addCallback([done_at = done_at_](c10::ivalue::Future&) { *done_at = steady_nanoseconds(); });
+}
+
+void Bucket::start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed) {
+  const bool divides = collective.divides_beforehand(flat_.device());
+  const double scale = divides ? 1.0 / collective.size() : 1;
+  pack(failed ? views_ : gradients, scale);
+  mark(payload(), gradients, failed ? collective.rank() : -1, scale);
+  work_ = divides ? collective.start_sum(payload()) : collective.start_mean(payload());
+}
+
+// The gradients, scaled, into what travels: one launch, but for gradients whose memory is in another order.
+void Bucket::pack(const std::vector<at::Tensor>& gradients, double scale) {
+  const bool moves_views = compressed_.defined() || scale != 1;
+  std::vector<Move> moves;
+  for (size_t slot = 0; slot < gradients.size(); ++slot) {
+    const at::Tensor& gradient = gradients[slot];
+    const at::Tensor& view = views_[slot];
+    const bool elsewhere = gradient.defined() && !is_same_memory(gradient, view);
+    // Its owner may let go of it as soon as this returns.
+    if (elsewhere && side_->stream()) gradient.record_stream(*side_->stream());
+    if (elsewhere && gradient.strides() == view.strides() && !gradient.is_conj() && !gradient.is_neg()) {
+      moves.push_back({gradient, begins_[slot]});
+      continue;
+    }
+    if (!gradient.defined()) {
+      view.zero_();
+    } else if (elsewhere) {
+      view.copy_(gradient);
+    }
+    if (moves_views) moves.push_back({view, begins_[slot]});
   }
+  gradients::pack(moves, payload(), scale);
+}
+
+// `present` for each gradient that this rank has, and 1 for the rank that failed, if any.
+void Bucket::mark(const at::Tensor& buffer, const std::vector<at::Tensor>& gradients, int failed_rank,
+                  double present) const {
+  const auto num_slots = static_cast<int64_t>(gradients.size());
+  const at::Tensor marks = buffer.narrow(0, num_elements_, num_slots);
+  marks.fill_(present);
+  for (int64_t slot = 0; slot < num_slots; ++slot) {
+    if (!gradients[slot].defined()) marks.select(0, slot).zero_();
+  }
+  if (num_ranks_ == 0) return;
+  const at::Tensor failures = buffer.narrow(0, num_elements_ + num_slots, num_ranks_);
+  failures.zero_();
+  if (failed_rank >= 0) failures.select(0, failed_rank).fill_(1);
 }
 
 void Bucket::wait(const Collective& collective) {
-  const auto work = std::exchange(work_, nullptr);
-  work->wait();
-  if (compressed_.defined()) flat_.copy_(compressed_);
-  if (!average_) flat_.mul_(collective.size());
+  {
+    const c10::OptionalStreamGuard on_side(side_->stream());
+    const auto work = std::exchange(work_, nullptr);
+    work->wait();
+    const double scale = average_ ? 1 : collective.size();
+    if (compressed_.defined() && packs_) {
+      unpack({{flat_, 0}}, compressed_, scale);
+    } else {
+      if (compressed_.defined()) flat_.copy_(compressed_);
+      if (!average_) flat_.mul_(scale);
+    }
+  }
+  side_->lead();
 }
 
 bool Bucket::present_somewhere(size_t slot) const {
-  return marks_.select(0, static_cast<int64_t>(slot)).item<double>() > 0;
+  return flat_.select(0, num_elements_ + static_cast<int64_t>(slot)).item<double>() > 0;
 }
 
 std::vector<int> Bucket::failed_ranks() const {
   std::vector<int> ranks;
-  if (!failures_.is_cpu()) return ranks;
-  for (int64_t rank = 0; rank < failures_.numel(); ++rank) {
-    if (failures_.select(0, rank).item<double>() > 0) ranks.push_back(static_cast<int>(rank));
+  if (!flat_.is_cpu()) return ranks;
+  const auto first = num_elements_ + static_cast<int64_t>(views_.size());
+  for (int64_t rank = 0; rank < num_ranks_; ++rank) {
+    if (flat_.select(0, first + rank).item<double>() > 0) ranks.push_back(static_cast<int>(rank));
   }
   return ranks;
 }

@@ -2,13 +2,16 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "gradients/collective.h"
+#include "gradients/instant.h"
 #include "gradients/options.h"
+#include "gradients/side_stream.h"
 
 namespace torchtp::gradients {
 
@@ -16,44 +19,66 @@ namespace torchtp::gradients {
 //
 // Behind the gradients the buffer carries marks, which are averaged with them: one for each parameter (1 where the rank
 // has a gradient for it), and in the last bucket one for each rank (1 where that rank's backward failed).
+//
+// Gradients come into the buffer in one of two ways. On the CPU the caller copies each when it is there, as long as the
+// cache has it. On CUDA they stay where they are until the last one is there; then one launch packs them all, scaled
+// and compressed, on the side stream.
 class Bucket {
  public:
   // A complex parameter travels as pairs of its real dtype. num_ranks is 0 but for the last bucket.
-  Bucket(const Collective& collective, std::vector<at::Tensor> parameters, int num_ranks, const Options& options);
+  // `label` names it in messages of the backend: "bucket 5: conv2.weight ...".
+  Bucket(const Collective& collective, std::vector<at::Tensor> parameters, std::string label, int num_ranks,
+         const Options& options, std::shared_ptr<const SideStream> side);
 
   // parameter's gradient: its sizes, and its strides where they are dense (else contiguous).
   const at::Tensor& view(size_t slot) const { return views_[slot]; }
   size_t num_slots() const { return views_.size(); }
   int64_t num_bytes() const;  // what travels
+  // All gradients, without marks; what no gradient covers is 0.
+  at::Tensor gradients() const { return flat_.narrow(0, 0, num_elements_); }
 
-  // All gradients must be in place. `present[slot]` tells for which this rank has one.
-  void start(const Collective& collective, const std::vector<bool>& present, bool failed);
+  // Whether start() packs; else every gradient must be in its view by then, and be zero where there is none.
+  bool packs() const { return packs_; }
+  // A gradient has been written on the current stream; start() comes after that on any stream.
+  void note_writer();
+  // gradients[slot]: what this rank has for it, anywhere; undefined if nothing. After `failed` what they hold is lost.
+  void start(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);
   bool started() const { return static_cast<bool>(work_); }
-  // The mean over the ranks, or their sum, is in the views afterwards.
+  // The mean over the ranks, or their sum, is in the views afterwards, for what the current stream does next.
   void wait(const Collective& collective);
   bool present_somewhere(size_t slot) const;
   std::vector<int> failed_ranks() const;  // CPU only: on other devices a failure arrives as NaN
 
-  // Nanoseconds of the steady clock; measured while `measure` was set at start, 0 otherwise.
-  int64_t started_at() const { return started_at_; }
-  int64_t done_at() const { return done_at_ ? done_at_->load() : 0; }
+  // Measured while `measure` was set at start.
+  const std::optional<Instant>& started_at() const { return started_at_; }
+  std::optional<Instant> done_at() const { return done_at_ ? done_at_->get() : std::nullopt; }
   void measure(bool on) { measures_ = on; }
 
  private:
-  at::Tensor& payload() { return compressed_.defined() ? compressed_ : flat_; }
+  const at::Tensor& payload() const { return compressed_.defined() ? compressed_ : flat_; }
+  void pack(const std::vector<at::Tensor>& gradients, double scale);
+  void mark(const at::Tensor& buffer, const std::vector<at::Tensor>& gradients, int failed_rank, double present) const;
+  void start_copied(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);
+  void start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);
 
+  std::shared_ptr<const SideStream> side_;
   at::Tensor flat_;
   at::Tensor compressed_;  // defined where compression applies
-  at::Tensor marks_;
-  at::Tensor failures_;
+  int64_t num_elements_;
+  int64_t num_ranks_;
   std::vector<at::Tensor> views_;
+  std::vector<int64_t> begins_;  // of the views, in the buffer's numbers
+  std::vector<c10::Stream> writers_;
+  std::string label_;
   bool average_;
+  bool packs_;
   bool measures_ = false;
-  int64_t started_at_ = 0;
-  std::shared_ptr<std::atomic<int64_t>> done_at_;
+  std::optional<Instant> started_at_;
+  std::shared_ptr<LaterInstant> done_at_;
   c10::intrusive_ptr<c10d::Work> work_;
 };
 
-int64_t steady_nanoseconds();
+// Whether both are the same numbers in the same memory.
+bool is_same_memory(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace torchtp::gradients

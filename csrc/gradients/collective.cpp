@@ -19,9 +19,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> Collective::group() const {
 }
 
 at::Tensor Collective::allocate(int64_t num_elements, const at::TensorOptions& options) const {
-  if (options.device().is_cpu() && num_elements > 0) {
-    const auto backend = group()->getBackend(c10::DeviceType::CPU);
-    if (backend->supportsTensorAlloc(-1)) return backend->allocateTensor(num_elements, options).zero_();
+  if (num_elements > 0) {
+    const at::Device device = options.device();
+    const auto backend = group()->getBackend(device.type());
+    if (backend->supportsTensorAlloc(device.index())) return backend->allocateTensor(num_elements, options).zero_();
   }
   return at::zeros({num_elements}, options);
 }

@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +44,9 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   // Only every n-th backward is a pass; those between accumulate.
   void set_interval(int64_t num_backwards);
   int64_t num_unreduced() const;  // backwards since the last pass, while only every n-th is one
+  // Outside backward: scales gradients so that their norm is at most `most`, and gives the norm they had (a float on
+  // the device). Nothing, and nothing done, where gradients do not all lie in buckets that pack, on one device.
+  std::optional<at::Tensor> clip_norm(double most);
   // Outside backward, collective: a pass over what gradients hold now. Starts counting the interval anew.
   void reduce();
   // Before forward: waits for what a failed backward left under way, and follows requires_grad, which changes on all
@@ -84,6 +89,9 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void settle();
   void plan();
   void stow(Parameter& parameter);
+  void check_fits(Parameter& parameter, const at::Tensor& view);
+  void keep(Parameter& parameter);
+  std::shared_ptr<const SideStream> side_stream(const at::Device& device);
   void start_ready();
   void start(size_t bucket, bool failed);
   void start_rest(bool failed);
@@ -92,13 +100,15 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void finish_or_tell();
   void hand_out(Parameter& parameter);
   void note(Event::Kind kind, size_t index);
-  void measure(int64_t end_of_backward);
+  Instant now() const;
+  void measure();
   at::Tensor& gradient(Parameter& parameter) { return parameter.tensor.mutable_grad(); }
 
   const Collective collective_;
   const Options options_;
   mutable std::mutex mutex_;
   std::vector<Parameter> parameters_;
+  std::map<std::string, std::shared_ptr<const SideStream>> side_streams_;  // by device
   std::vector<Bucket> buckets_;
   std::vector<std::vector<size_t>> members_;  // parameters of each bucket, by slot
   std::vector<size_t> num_missing_;           // of each bucket in this pass
@@ -111,6 +121,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   bool in_pass_ = false;
   bool failed_ = false;  // a failed pass is not settled yet
   bool records_ = false;
+  Instant begin_, end_of_backward_;  // of this pass, while recording
   Statistics statistics_;
   std::vector<Event> events_;
 };

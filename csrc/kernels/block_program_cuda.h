@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "kernels/block_program.h"
+#include "kernels/device_limits_cuda.h"
 
 // The same programs on the device; included by .cu files only. See block_program.h.
 namespace torchtp::kernels {
@@ -116,6 +117,7 @@ void launch_each(const char* name, const Work& work, int64_t total, cudaStream_t
 struct RunOnDevice {
   const char* name;  // for errors
   cudaStream_t stream;
+  size_t most_shared = most_shared_bytes();
 
   template <typename Program>
   void program(const Program& program) const {

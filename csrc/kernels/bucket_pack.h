@@ -119,27 +119,30 @@ struct NormPart {
   double not_finite;
 };
 
-template <typename F>
-struct BucketNorm {
-  static constexpr int kThreads = 256, kBlocksPerSm = 4;
-  static constexpr int kStepPhases = 2, kPhases = 2, team = kThreads, apart = 1;
-  static constexpr int64_t kChunk = 32768;
+// For programs whose block adds up such parts.
+struct NormTeams {
   struct State {
     NormPart partial;
   };
+  static constexpr bool reduces(int phase) { return phase == 0; }
+  static TORCHTP_HOST_DEVICE NormPart combine(const NormPart& low, const NormPart& high) {
+    return {low.squares + high.squares, low.not_finite + high.not_finite};
+  }
+};
+
+template <typename F>
+struct BucketNorm : NormTeams {
+  static constexpr int kThreads = 256, kBlocksPerSm = 4;
+  static constexpr int kStepPhases = 2, kPhases = 2, team = kThreads, apart = 1;
+  static constexpr int64_t kChunk = 32768;
 
   const F* flat;
   int64_t count;
   NormPart* parts;  // [num_blocks]
 
-  static int64_t blocks_of(int64_t count) { return (count + kChunk - 1) / kChunk; }
-  int64_t num_blocks() const { return blocks_of(count); }
+  int64_t num_blocks() const { return (count + kChunk - 1) / kChunk; }
   size_t shared_bytes() const { return 0; }
   TORCHTP_HOST_DEVICE int num_steps(int64_t) const { return 1; }
-  static constexpr bool reduces(int phase) { return phase == 0; }
-  static TORCHTP_HOST_DEVICE NormPart combine(const NormPart& low, const NormPart& high) {
-    return {low.squares + high.squares, low.not_finite + high.not_finite};
-  }
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State& state, void*) const {
@@ -177,12 +180,9 @@ struct ClipResult {
 };
 
 // From the parts of all buckets.
-struct ClipFactor {
+struct ClipFactor : NormTeams {
   static constexpr int kThreads = 512, kBlocksPerSm = 1;
   static constexpr int kStepPhases = 2, kPhases = 2, team = kThreads, apart = 1;
-  struct State {
-    NormPart partial;
-  };
 
   const NormPart* parts;
   int64_t num_parts;
@@ -192,10 +192,6 @@ struct ClipFactor {
   int64_t num_blocks() const { return 1; }
   size_t shared_bytes() const { return 0; }
   TORCHTP_HOST_DEVICE int num_steps(int64_t) const { return 1; }
-  static constexpr bool reduces(int phase) { return phase == 0; }
-  static TORCHTP_HOST_DEVICE NormPart combine(const NormPart& low, const NormPart& high) {
-    return {low.squares + high.squares, low.not_finite + high.not_finite};
-  }
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State& state, void*) const {
@@ -225,7 +221,11 @@ template <typename T, typename F>
 void bucket_pack_cpu(const std::vector<BucketTensor>& tensors, F* flat, float scale);
 template <typename T, typename F>
 void bucket_unpack_cpu(const std::vector<BucketTensor>& tensors, F* flat, float scale);
+
+// Parts of the norm of that many elements.
+inline int64_t bucket_norm_parts(int64_t count) { return BucketNorm<float>{{}, nullptr, count, nullptr}.num_blocks(); }
 template <typename F>
-ClipResult clip_factor_cpu(const F* flat, int64_t count, float most);
+void bucket_norm_cpu(const F* flat, int64_t count, NormPart* parts);
+void clip_factor_cpu(const NormPart* parts, int64_t num_parts, float most, ClipResult* result);
 
 }  // namespace torchtp::kernels

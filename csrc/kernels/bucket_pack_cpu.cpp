@@ -17,12 +17,12 @@ void bucket_unpack_cpu(const std::vector<BucketTensor>& tensors, F* flat, float 
 }
 
 template <typename F>
-ClipResult clip_factor_cpu(const F* flat, int64_t count, float most) {
-  std::vector<NormPart> parts(BucketNorm<F>::blocks_of(count));
-  run_on_host(BucketNorm<F>{flat, count, parts.data()});
-  ClipResult result{};
-  run_on_host(ClipFactor{parts.data(), static_cast<int64_t>(parts.size()), most, &result});
-  return result;
+void bucket_norm_cpu(const F* flat, int64_t count, NormPart* parts) {
+  run_on_host(BucketNorm<F>{{}, flat, count, parts});
+}
+
+void clip_factor_cpu(const NormPart* parts, int64_t num_parts, float most, ClipResult* result) {
+  run_on_host(ClipFactor{{}, parts, num_parts, most, result});
 }
 
 #define TORCHTP_BUCKET(T, F)                                                        \
@@ -32,9 +32,13 @@ TORCHTP_BUCKET(float, float)
 TORCHTP_BUCKET(float, c10::BFloat16)
 TORCHTP_BUCKET(float, c10::Half)
 TORCHTP_BUCKET(c10::BFloat16, float)
+TORCHTP_BUCKET(c10::Half, float)
+TORCHTP_BUCKET(c10::BFloat16, c10::BFloat16)
+TORCHTP_BUCKET(c10::Half, c10::Half)
 #undef TORCHTP_BUCKET
 
-template ClipResult clip_factor_cpu(const float*, int64_t, float);
-template ClipResult clip_factor_cpu(const c10::BFloat16*, int64_t, float);
+template void bucket_norm_cpu(const float*, int64_t, NormPart*);
+template void bucket_norm_cpu(const c10::BFloat16*, int64_t, NormPart*);
+template void bucket_norm_cpu(const c10::Half*, int64_t, NormPart*);
 
 }  // namespace torchtp::kernels

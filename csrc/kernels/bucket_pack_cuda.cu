@@ -19,15 +19,13 @@ void launch_bucket_unpack(const std::vector<BucketTensor>& tensors, F* flat, flo
   run_bucket_move<T, F, false>(RunOnDevice{"bucket_unpack", stream}, tensors, flat, scale, device_scale);
 }
 
-int64_t bucket_norm_parts(int64_t count) { return BucketNorm<float>::blocks_of(count); }
-
 template <typename F>
 void launch_bucket_norm(const F* flat, int64_t count, NormPart* parts, cudaStream_t stream) {
-  launch_program("bucket_norm", BucketNorm<F>{flat, count, parts}, stream);
+  launch_program("bucket_norm", BucketNorm<F>{{}, flat, count, parts}, stream);
 }
 
 void launch_clip_factor(const NormPart* parts, int64_t num_parts, float most, ClipResult* result, cudaStream_t stream) {
-  launch_program("clip_factor", ClipFactor{parts, num_parts, most, result}, stream);
+  launch_program("clip_factor", ClipFactor{{}, parts, num_parts, most, result}, stream);
 }
 
 #define TORCHTP_BUCKET(T, F)                                                                                       \

@@ -16,7 +16,6 @@ void launch_bucket_unpack(const std::vector<BucketTensor>& tensors, F* flat, flo
                           cudaStream_t stream);
 
 // parts: [bucket_norm_parts(count)].
-int64_t bucket_norm_parts(int64_t count);
 template <typename F>
 void launch_bucket_norm(const F* flat, int64_t count, NormPart* parts, cudaStream_t stream);
 // From the parts of all buckets; the same bits on every run.

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 
+#include "kernels/block_program.h"
 #include "kernels/halo_planes.h"
 
 // Depthwise convolution of [N, C, H, W], one kernel_y x kernel_x filter for each channel, on the rows and columns of
@@ -48,14 +49,15 @@ inline bool unit_steps(const DepthwiseParams& params) {
 std::array<Regions, 2> depthwise_regions(const DepthwiseParams& params, const HaloExtents& in, Part part,
                                          bool input_grad);
 
-// weight: [C, kernel_y, kernel_x]; bias may be null; out: own [N, C, out_height, out_width].
+// weight: [C, kernel_y, kernel_x]; bias may be null; out: own [N, C, out_height, out_width]. The device's programs, in
+// blocks that have `most_shared` bytes of shared memory.
 template <typename T>
 void depthwise_cpu(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
-                   Part part);
+                   Part part, size_t most_shared = kMostSharedBytes);
 
 // grad_in: own [N, C, in_height, in_width], from the gradient of the output with its halo.
 template <typename T>
 void depthwise_input_grad_cpu(const HaloPlanes<T>& grad_out, const T* weight, T* grad_in, const DepthwiseParams& params,
-                              Part part);
+                              Part part, size_t most_shared = kMostSharedBytes);
 
 }  // namespace torchtp::kernels

@@ -52,19 +52,19 @@ std::array<Regions, 2> depthwise_regions(const DepthwiseParams& params, const Ha
 
 template <typename T>
 void depthwise_cpu(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
-                   Part part) {
-  run_depthwise(RunOnHost(), in, weight, bias, out, params, part, false);
+                   Part part, size_t most_shared) {
+  run_depthwise(RunOnHost{most_shared}, in, weight, bias, out, params, part, false);
 }
 
 template <typename T>
 void depthwise_input_grad_cpu(const HaloPlanes<T>& grad_out, const T* weight, T* grad_in, const DepthwiseParams& params,
-                              Part part) {
-  run_depthwise_input_grad(RunOnHost(), grad_out, weight, grad_in, params, part);
+                              Part part, size_t most_shared) {
+  run_depthwise_input_grad(RunOnHost{most_shared}, grad_out, weight, grad_in, params, part);
 }
 
-#define TORCHTP_DEPTHWISE(T)                                                                               \
-  template void depthwise_cpu(const HaloPlanes<T>&, const T*, const T*, T*, const DepthwiseParams&, Part); \
-  template void depthwise_input_grad_cpu(const HaloPlanes<T>&, const T*, T*, const DepthwiseParams&, Part);
+#define TORCHTP_DEPTHWISE(T)                                                                                       \
+  template void depthwise_cpu(const HaloPlanes<T>&, const T*, const T*, T*, const DepthwiseParams&, Part, size_t); \
+  template void depthwise_input_grad_cpu(const HaloPlanes<T>&, const T*, T*, const DepthwiseParams&, Part, size_t);
 TORCHTP_DEPTHWISE(float)
 TORCHTP_DEPTHWISE(c10::BFloat16)
 TORCHTP_DEPTHWISE(c10::Half)

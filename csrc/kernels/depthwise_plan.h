@@ -10,7 +10,7 @@ namespace torchtp::kernels {
 
 template <int kKernel, int kStride, bool kChannelsLast, typename T, typename Run, typename... Args>
 void run_depthwise_tile(const Run& run, const HaloPlanes<T>& in, const Args&... args) {
-  run.program(DepthwiseTile<T, kKernel, kStride, kChannelsLast>::make(in, args...));
+  run.program(DepthwiseTile<T, kKernel, kStride, kChannelsLast>::make(in, args..., run.most_shared));
 }
 
 template <bool kChannelsLast, typename T, typename Run>
@@ -31,7 +31,8 @@ void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, con
   } else if (is(7, 2)) {
     run_depthwise_tile<7, 2, kChannelsLast>(run, in, weight, bias, out, params, regions, mirrored);
   } else if (unit_steps(params)) {
-    run.program(DepthwiseWide<T, kChannelsLast>::make(in, weight, bias, out, params, regions, mirrored));
+    run.program(
+        DepthwiseWide<T, kChannelsLast>::make(in, weight, bias, out, params, regions, mirrored, run.most_shared));
   } else {
     run.each(DepthwiseAny<T, kChannelsLast>{in, weight, bias, out, params, regions, mirrored});
   }

@@ -164,4 +164,15 @@ inline TileGrid tile_grid(int log_threads, int log_planes, bool spreads, int32_t
   return grid;
 }
 
+// A tile of fewer planes, or else of fewer rows or columns: threads are left over. False if there is none smaller.
+inline bool shrink(TileGrid& grid, bool planes) {
+  int* const logs[] = {planes ? &grid.log_planes : &grid.log_y, &grid.log_y, &grid.log_x};
+  for (int* log : logs) {
+    if (*log == 0) continue;
+    --*log;
+    return true;
+  }
+  return false;
+}
+
 }  // namespace torchtp::kernels

@@ -30,27 +30,32 @@ struct DepthwiseTile : NoTeams {
   StageShape stage;
 
   static DepthwiseTile make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
-                            const DepthwiseParams& params, const Regions& regions, bool mirrored) {
+                            const DepthwiseParams& params, const Regions& regions, bool mirrored, size_t most_shared) {
     // Channels last: a tile 4 threads wide is 16 columns, and with 2 below each other 16 rows.
-    const TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, 2, regions)
-                                        : tile_grid(7, 0, true, kRows, kColumns, 4, regions);
-    const int32_t rows = (grid.rows() - 1) * kStride + kKernel, columns = (grid.columns() - 1) * kStride + kKernel;
-    const int32_t pitch = (grid.columns() - kColumns) * kStride + round_to_fours(kWindow);
+    TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, 2, regions)
+                                  : tile_grid(7, 0, true, kRows, kColumns, 4, regions);
     const int64_t innermost_in = kChannelsLast ? params.channels : params.in_width;
-    return {{},
-            in,
-            weight,
-            bias,
-            out,
-            params.batches,
-            params.out_height,
-            params.out_width,
-            params.y.offset,
-            params.x.offset,
-            mirrored,
-            !kChannelsLast && loads_four(out, params.out_width),
-            grid,
-            stage_shape(grid.planes(), rows, columns, pitch, loads_four(in.own, innermost_in))};
+    const bool loads = loads_four(in.own, innermost_in);
+    const bool stores = !kChannelsLast && loads_four(out, params.out_width);
+    for (;;) {
+      const int32_t rows = (grid.rows() - 1) * kStride + kKernel, columns = (grid.columns() - 1) * kStride + kKernel;
+      const int32_t pitch = (grid.columns() - kColumns) * kStride + round_to_fours(kWindow);
+      const DepthwiseTile program{{},
+                                  in,
+                                  weight,
+                                  bias,
+                                  out,
+                                  params.batches,
+                                  params.out_height,
+                                  params.out_width,
+                                  params.y.offset,
+                                  params.x.offset,
+                                  mirrored,
+                                  stores,
+                                  grid,
+                                  stage_shape(grid.planes(), rows, columns, pitch, loads)};
+      if (program.shared_bytes() <= most_shared || !shrink(grid, !kChannelsLast)) return program;
+    }
   }
 
   TORCHTP_HOST_DEVICE int32_t chunks() const { return (in.channels + kLanes - 1) / kLanes; }
@@ -104,6 +109,7 @@ struct DepthwiseTile : NoTeams {
   TORCHTP_HOST_DEVICE void convolve(int thread, uint32_t group, const Region& tile, const float* memory) const {
     const int32_t q = kChannelsLast ? thread % kLanes : thread >> (grid.log_x + grid.log_y);
     const int32_t spot = kChannelsLast ? thread / kLanes : thread;
+    if (spot >> (grid.log_x + grid.log_y) >= (kChannelsLast ? 1 : grid.planes())) return;
     const int32_t tx = spot & ((1 << grid.log_x) - 1), ty = (spot >> grid.log_x) & ((1 << grid.log_y) - 1);
     const int32_t y = tile.y0 + ty * kRows, x = tile.x0 + tx * kColumns;
     const int64_t plane = kChannelsLast ? batch(group) : (int64_t{group} << grid.log_planes) + q;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/block_program.h"
 #include "kernels/depthwise.h"
 
 namespace torchtp::kernels {
@@ -11,13 +12,13 @@ namespace torchtp::kernels {
 // In two stages, so that every run gives the same bits: each block leaves its sums in `scratch`, then they are added in
 // order.
 
-// Number of floats.
-int64_t depthwise_weight_grad_scratch(const HaloExtents& in, const HaloExtents& grad_out,
-                                      const DepthwiseParams& params);
+// Number of floats, where a block may ask for `most_shared` bytes (device_limits_cuda.h).
+int64_t depthwise_weight_grad_scratch(const HaloExtents& in, const HaloExtents& grad_out, const DepthwiseParams& params,
+                                      size_t most_shared = kMostSharedBytes);
 
 // grad_weight: [C, kernel_y, kernel_x].
 template <typename T>
 void depthwise_weight_grad_cpu(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, T* grad_weight, float* scratch,
-                               const DepthwiseParams& params);
+                               const DepthwiseParams& params, size_t most_shared = kMostSharedBytes);
 
 }  // namespace torchtp::kernels

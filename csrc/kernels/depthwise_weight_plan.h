@@ -56,23 +56,21 @@ int32_t run_weight_tile(const Run& run, const HaloPlanes<T>& in, const HaloPlane
                         const DepthwiseParams& params) {
   using Tile = DepthwiseWeightTile<T, kKernel, kChannelsLast>;
   const DepthwiseParams back = input_grad_as_forward(params);
-  const Tile tile = grad_out.has_halo()
-                        ? Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true)
-                        : Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false);
+  const Tile tile =
+      grad_out.has_halo()
+          ? Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true, run.most_shared)
+          : Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false, run.most_shared);
   run.program(tile);
   return tile.splits;
 }
 
-template <bool kChannelsLast, typename T, typename Run>
-int32_t run_weight_wide(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
-                        const DepthwiseParams& params) {
+template <bool kChannelsLast, typename T>
+DepthwiseWeightWide<T, kChannelsLast> weight_wide(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out,
+                                                  float* scratch, const DepthwiseParams& params) {
   using Wide = DepthwiseWeightWide<T, kChannelsLast>;
   const DepthwiseParams back = input_grad_as_forward(params);
-  const Wide wide = grad_out.has_halo()
-                        ? Wide::make(in, grad_out, scratch, params, back.y.offset, back.x.offset, true)
-                        : Wide::make(grad_out, in, scratch, params, params.y.offset, params.x.offset, false);
-  run.program(wide);
-  return wide.splits;
+  return grad_out.has_halo() ? Wide::make(in, grad_out, scratch, params, back.y.offset, back.x.offset, true)
+                             : Wide::make(grad_out, in, scratch, params, params.y.offset, params.x.offset, false);
 }
 
 template <bool kChannelsLast, typename T, typename Run>
@@ -86,8 +84,12 @@ int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPla
     if (params.y.kernel == 5) return run_weight_tile<5, kChannelsLast>(run, in, grad_out, scratch, params);
     if (params.y.kernel == 7) return run_weight_tile<7, kChannelsLast>(run, in, grad_out, scratch, params);
   }
-  if (!both && unit_steps(params) && DepthwiseWeightWide<T, kChannelsLast>::fits(params)) {
-    return run_weight_wide<kChannelsLast>(run, in, grad_out, scratch, params);
+  if (!both && unit_steps(params)) {
+    const auto wide = weight_wide<kChannelsLast>(in, grad_out, scratch, params);
+    if (wide.fits(run.most_shared)) {
+      run.program(wide);
+      return wide.splits;
+    }
   }
   using Any = DepthwiseWeightAny<T, kChannelsLast>;
   const Any any{in, grad_out, scratch, params, Any::splits_of(params)};

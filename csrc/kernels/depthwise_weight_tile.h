@@ -33,7 +33,8 @@ struct DepthwiseWeightTile : NoTeams {
   StageShape stage;
 
   static DepthwiseWeightTile make(const HaloPlanes<T>& points, const HaloPlanes<T>& window, float* partial,
-                                  int64_t batches, int32_t offset_y, int32_t offset_x, bool mirrored) {
+                                  int64_t batches, int32_t offset_y, int32_t offset_x, bool mirrored,
+                                  size_t most_shared) {
     const Regions regions{{0, points.height, 0, points.width}, {}};
     DepthwiseWeightTile program{};
     program.window = window;
@@ -49,10 +50,13 @@ struct DepthwiseWeightTile : NoTeams {
     program.loads_points = !kChannelsLast && loads_four(points.own, points.width);
     program.grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, 2, regions)
                                  : tile_grid(7, 0, true, kRows, kColumns, 4, regions);
-    const TileGrid& grid = program.grid;
+    TileGrid& grid = program.grid;
     const int64_t innermost = kChannelsLast ? window.channels : window.width;
-    program.stage = stage_shape(grid.planes(), grid.rows() + kKernel - 1, grid.columns() + kKernel - 1,
-                                grid.columns() - kColumns + round_to_fours(kWindow), loads_four(window.own, innermost));
+    do {
+      program.stage =
+          stage_shape(grid.planes(), grid.rows() + kKernel - 1, grid.columns() + kKernel - 1,
+                      grid.columns() - kColumns + round_to_fours(kWindow), loads_four(window.own, innermost));
+    } while (program.shared_bytes() > most_shared && shrink(grid, !kChannelsLast));
     program.splits = splits_of(program.units(), program.chunks());
     return program;
   }
@@ -95,8 +99,9 @@ struct DepthwiseWeightTile : NoTeams {
   }
 
  private:
+  // A thread that is left over does what another one does; its sums are not taken.
   TORCHTP_HOST_DEVICE int32_t plane_of(int thread) const {
-    return kChannelsLast ? thread % kLanes : thread >> (grid.log_x + grid.log_y);
+    return (kChannelsLast ? thread % kLanes : thread >> (grid.log_x + grid.log_y)) & (grid.planes() - 1);
   }
   TORCHTP_HOST_DEVICE int32_t column_of(int thread) const {
     return (kChannelsLast ? thread / kLanes : thread) & ((1 << grid.log_x) - 1);

@@ -55,8 +55,8 @@ struct DepthwiseWeightWide : NoTeams {
     const int64_t most = (units + 3) / 4, enough = (kEnoughBlocks + chunks - 1) / chunks;
     return static_cast<int32_t>(most < enough ? most : enough);
   }
-  // Whether a thread of a block is there for every four taps.
-  static bool fits(const DepthwiseParams& params) { return params.y.kernel * groups_of(params.x.kernel) <= kThreads; }
+  // Whether a block has a thread for every four taps, and memory for the window.
+  bool fits(size_t most_shared) const { return workers() <= kThreads && shared_bytes() <= most_shared; }
 
   static TORCHTP_HOST_DEVICE int32_t groups_of(int32_t kernel) { return (kernel + 3) / 4; }
   TORCHTP_HOST_DEVICE int32_t taps() const { return kernel_y * kernel_x; }

@@ -13,7 +13,7 @@ struct DepthwiseWide : NoTeams {
   static constexpr int kThreads = 256, kBlocksPerSm = 2;
   static constexpr int kStepPhases = 2, kPhases = 2;
   static constexpr int kRows = 4, kColumns = 8;
-  static constexpr size_t kMostShared = 160 * 1024;
+  static constexpr size_t kGoodShared = 160 * 1024;
   using State = NoState;
 
   HaloPlanes<T> in;
@@ -26,15 +26,16 @@ struct DepthwiseWide : NoTeams {
   StageShape stage;
 
   static DepthwiseWide make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
-                            const DepthwiseParams& params, const Regions& regions, bool mirrored) {
+                            const DepthwiseParams& params, const Regions& regions, bool mirrored, size_t most_shared) {
     DepthwiseWide program{{}, in, weight, bias, out, params, mirrored, {}, {}};
     program.grid = tile_grid(8, kChannelsLast ? 3 : 0, !kChannelsLast, kRows, kColumns, 3, regions);
-    for (;; --program.grid.log_planes) {
+    const size_t most = most_shared < kGoodShared ? most_shared : kGoodShared;
+    for (;;) {
       TileGrid& grid = program.grid;
       const int32_t columns = grid.columns() + params.x.kernel - 1;
       program.stage = stage_shape(grid.planes(), grid.rows() + params.y.kernel - 1, columns,
                                   round_to_fours(columns) + 4, loads_four(in.own, params.in_width));
-      if (program.shared_bytes() <= kMostShared || grid.log_planes == 0) return program;
+      if (program.shared_bytes() <= most || !shrink(grid, true)) return program;
     }
   }
 

@@ -7,7 +7,9 @@
 
 namespace torchtp::kernels {
 
-bool layer_norm_fits_cuda(const LayerNormParams& params) { return layer_norm_fits(params); }
+bool layer_norm_fits_cuda(const LayerNormParams& params, bool channels_last, int64_t element_bytes, int device) {
+  return layer_norm_fits(params, channels_last, element_bytes, most_shared_bytes(device));
+}
 int64_t layer_norm_scratch(const LayerNormParams& params) { return layer_norm_backward_scratch(params); }
 
 template <typename T>

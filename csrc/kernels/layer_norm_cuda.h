@@ -9,7 +9,7 @@ namespace torchtp::kernels {
 // Over the channels of [batches, channels, inner], or of [batches, inner, channels] where channels come last; weight
 // and bias may be null; mean and rstd are [batches, inner]. Up to 2048 channels. T is float, c10::BFloat16 or
 // c10::Half. Enqueued on `stream`; one launch.
-bool layer_norm_fits_cuda(const LayerNormParams& params);
+bool layer_norm_fits_cuda(const LayerNormParams& params, bool channels_last, int64_t element_bytes, int device);
 template <typename T>
 void launch_layer_norm(const T* x, const float* weight, const float* bias, double eps, T* y, float* mean, float* rstd,
                        const LayerNormParams& params, bool channels_last, cudaStream_t stream);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/block_program.h"
 #include "kernels/layer_norm.h"
 #include "kernels/vectors.h"
@@ -21,6 +23,13 @@ TORCHTP_HOST_DEVICE Vector<kVector> operator+(const Vector<kVector>& a, const Ve
   return sum;
 }
 
+constexpr int64_t kNormBeside = 1024;  // bytes of a block's memory that are not its tile's, at most
+
+// Whether both passes have memory for the narrowest tile: x and dy of each channel, rows of 32 bytes and 4 elements.
+inline bool layer_norm_first_fits(const LayerNormParams& params, int64_t element_bytes, size_t most_shared) {
+  return 2 * params.channels * (32 + 4 * element_bytes) + kNormBeside <= static_cast<int64_t>(most_shared);
+}
+
 // The positions of a block, and how its threads share them out.
 struct PositionTile {
   int64_t channels, inner, positions;  // positions of all batches together
@@ -35,12 +44,12 @@ struct PositionTile {
   // Rows of 128 bytes, or shorter ones down to a sector of 32 where many channels would keep other blocks away.
   // `padding` elements stand between the rows.
   static PositionTile make(const LayerNormParams& params, int64_t element_bytes, int32_t vector, int64_t copies,
-                           int32_t padding) {
-    constexpr int64_t kGood = 100 * 1024;
-    const auto row = static_cast<int32_t>(128 / element_bytes), most = 32 * vector;
-    PositionTile tile{params.channels, params.inner, params.batches * params.inner, row < most ? row : most, 0};
+                           int32_t padding, size_t most_shared) {
+    const int64_t most = std::min<int64_t>(100 * 1024, static_cast<int64_t>(most_shared) - kNormBeside);
+    const auto row = static_cast<int32_t>(128 / element_bytes), widest = 32 * vector;
+    PositionTile tile{params.channels, params.inner, params.batches * params.inner, row < widest ? row : widest, 0};
     const auto bytes = [&] { return copies * tile.channels * (tile.width + padding) * element_bytes; };
-    while (bytes() > kGood && tile.width * element_bytes > 32) tile.width /= 2;
+    while (bytes() > most && tile.width * element_bytes > 32) tile.width /= 2;
     tile.pitch = tile.width + padding;
     return tile;
   }
@@ -66,8 +75,8 @@ struct LayerNormFirst {
   int apart;
 
   static LayerNormFirst make(const T* x, const float* weight, const float* bias, double eps, T* y, float* mean,
-                             float* rstd, const LayerNormParams& params) {
-    const PositionTile tile = PositionTile::make(params, sizeof(T), kVector, 1, 0);
+                             float* rstd, const LayerNormParams& params, size_t most_shared) {
+    const PositionTile tile = PositionTile::make(params, sizeof(T), kVector, 1, 0, most_shared);
     return {x, weight, bias, y, mean, rstd, static_cast<float>(eps), tile, tile.width / kVector};
   }
 
@@ -173,8 +182,8 @@ struct LayerNormFirstBackward {
   int apart;
 
   static LayerNormFirstBackward make(const T* dy, const T* x, const float* weight, const float* mean, const float* rstd,
-                                     T* dx, float* partials, const LayerNormParams& params) {
-    const PositionTile tile = PositionTile::make(params, sizeof(T), kVector, 2, 4);
+                                     T* dx, float* partials, const LayerNormParams& params, size_t most_shared) {
+    const PositionTile tile = PositionTile::make(params, sizeof(T), kVector, 2, 4, most_shared);
     return {dy, x, weight, mean, rstd, dx, partials, tile, tile.width / kVector};
   }
 

@@ -45,7 +45,7 @@ struct LayerNormLast {
   int team;
 
   static LayerNormLast make(const T* x, const float* weight, const float* bias, double eps, T* y, float* mean,
-                            float* rstd, const LayerNormParams& params) {
+                            float* rstd, const LayerNormParams& params, size_t /*most_shared*/) {
     return {x,
             weight,
             bias,
@@ -139,7 +139,7 @@ struct LayerNormLastBackward {
   int team;
 
   static LayerNormLastBackward make(const T* dy, const T* x, const float* weight, const float* mean, const float* rstd,
-                                    T* dx, float* partials, const LayerNormParams& params) {
+                                    T* dx, float* partials, const LayerNormParams& params, size_t /*most_shared*/) {
     return {dy,
             x,
             weight,

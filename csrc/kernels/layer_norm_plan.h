@@ -11,14 +11,18 @@ namespace torchtp::kernels {
 
 constexpr int64_t kMostNormChannels = 2048;  // of layouts and types alike; a thread's registers end there
 
-inline bool layer_norm_fits(const LayerNormParams& params) { return params.channels <= kMostNormChannels; }
+inline bool layer_norm_fits(const LayerNormParams& params, bool channels_last, int64_t element_bytes,
+                            size_t most_shared) {
+  return params.channels <= kMostNormChannels &&
+         (channels_last || layer_norm_first_fits(params, element_bytes, most_shared));
+}
 
 template <typename T, typename Run>
 void run_layer_norm(const Run& run, const T* x, const float* weight, const float* bias, double eps, T* y, float* mean,
                     float* rstd, const LayerNormParams& params, bool channels_last) {
   constexpr int kWide = 16 / sizeof(T);
   const auto go = [&](auto program) {
-    run.program(decltype(program)::make(x, weight, bias, eps, y, mean, rstd, params));
+    run.program(decltype(program)::make(x, weight, bias, eps, y, mean, rstd, params, run.most_shared));
   };
   if (params.batches * params.inner == 0) return;
   if (channels_last) {
@@ -40,7 +44,7 @@ void run_layer_norm_backward(const Run& run, const T* dy, const T* x, const floa
   constexpr int kWide = 16 / sizeof(T);
   int64_t splits = 0;
   const auto go = [&](auto kind) {
-    const auto program = decltype(kind)::make(dy, x, weight, mean, rstd, dx, partials, params);
+    const auto program = decltype(kind)::make(dy, x, weight, mean, rstd, dx, partials, params, run.most_shared);
     run.program(program);
     splits = program.num_blocks();
   };

@@ -6,9 +6,11 @@ namespace torchtp::kernels {
 
 // What a plan runs on: the CPU here, a stream in block_program_cuda.h.
 struct RunOnHost {
+  size_t most_shared = kMostSharedBytes;  // of a block
+
   template <typename Program>
   void program(const Program& program) const {
-    run_on_host(program);
+    run_on_host(program, most_shared);
   }
   // Independent work of one element each.
   template <typename Work>

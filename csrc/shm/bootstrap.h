@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,6 +16,9 @@ class Bootstrap {
   virtual int size() const = 0;
   // Element r of the result is what rank r passed in. Collective; throws when a rank does not come.
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
+  // From now on all_gather asks every few milliseconds whether the rank it waits for has died. Who has may have said
+  // its part before.
+  virtual void watch(std::function<bool(int rank)> has_died) { (void)has_died; }
   // Ranks that are threads of one process return what rank 0 passed in, so that all of them use one mapping (and the
   // thread sanitizer sees their races). Ranks that are processes return nullptr: they get the memory over a socket.
   virtual std::shared_ptr<void> share(std::shared_ptr<void> mine) {

@@ -1,6 +1,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <optional>
 #include <sstream>
@@ -10,6 +11,7 @@
 #include "shm/group.h"
 #include "shm/handover.h"
 #include "shm/heap.h"
+#include "shm/introduction.h"
 #include "shm/liveness.h"
 #include "shm/segment.h"
 
@@ -19,6 +21,8 @@ namespace {
 
 constexpr size_t kLeastHeapBytes = size_t{1} << 30;
 constexpr size_t kMostHeapBytes = size_t{64} << 30;
+constexpr int64_t kLargestPart = int64_t{1} << 40;  // 64 ranks of them, and rings for all pairs, fit 64 bits
+constexpr auto kDefaultStall = std::chrono::seconds(10);
 constexpr auto kLongestCreation = std::chrono::minutes(1);
 
 // Runs one step everywhere and swaps the results; what fails on one rank is thrown on all.
@@ -33,11 +37,23 @@ std::vector<std::string> together(Bootstrap& bootstrap, const Step& step) {
   std::vector<std::string> all = bootstrap.all_gather(mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty() || all[rank][0] != '+') {
-      throw Error(cat("rank ", rank, " cannot take part in a shared-memory group: ", all[rank].substr(1)));
+      throw Error(cat("rank ", rank,
+                      " cannot take part in a shared-memory group: ", all[rank].empty() ? "" : all[rank].substr(1)));
     }
     all[rank].erase(0, 1);
   }
   return all;
+}
+
+std::chrono::milliseconds default_stall() {
+  const char* const text = std::getenv("TORCHTP_STALL_SECONDS");
+  if (!text) return kDefaultStall;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (*text == 0 || *end != 0 || !(seconds > 0 && seconds < 1e9)) {
+    throw Error(cat("TORCHTP_STALL_SECONDS must be a positive number of seconds, not '", text, "'"));
+  }
+  return std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(1000 * seconds)));
 }
 
 size_t default_heap_bytes(int num_ranks) {
@@ -76,10 +92,15 @@ std::string to_text(const SegmentSizes& s) {
   return cat(s.num_ranks, " ", s.slot_bytes, " ", s.ring_bytes, " ", s.mailbox_bytes, " ", s.heap_bytes, " ");
 }
 
-// The sizes; what is left in `text` is the address.
-SegmentSizes from_text(std::istringstream& text) {
+// The sizes; what is left in `text` is the address. Nothing of it is trusted: a size becomes a pointer.
+SegmentSizes from_text(std::istringstream& text, int num_ranks) {
   SegmentSizes s;
   text >> s.num_ranks >> s.slot_bytes >> s.ring_bytes >> s.mailbox_bytes >> s.heap_bytes;
+  bool sound = !text.fail() && s.num_ranks == num_ranks;
+  for (const int64_t size : {s.slot_bytes, s.ring_bytes, s.mailbox_bytes, s.heap_bytes}) {
+    sound = sound && size > 0 && size <= kLargestPart && size % static_cast<int64_t>(kPage) == 0;
+  }
+  if (!sound) throw Error("rank 0 offers a segment of impossible sizes: do all ranks run the same torchtp?");
   return s;
 }
 
@@ -92,8 +113,11 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
   std::shared_ptr<Segment> segment;
   std::optional<Handover> handover;
+  const auto introduced = std::make_shared<Introduced>(together(bootstrap, introduction), rank);
+  bootstrap.watch([introduced](int peer) { return introduced->has_died(peer); });
   const std::vector<std::string> offers = together(bootstrap, [&] {
     if (size < 1 || size > kMaxRanks) throw Error(cat("it has ", size, " ranks, at most ", kMaxRanks, " are possible"));
+    if (options.stall_after.count() == 0) options.stall_after = default_stall();
     if (rank != 0) return std::string();
     segment = std::make_shared<Segment>(sizes_of(options, size));
     handover.emplace();
@@ -104,10 +128,11 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
     segment = shared;
   } else {
     std::istringstream offer(offers[0]);
-    const SegmentSizes sizes = from_text(offer);
+    SegmentSizes sizes;
     std::optional<Receiver> receiver;
     together(bootstrap, [&] {
       std::string address;
+      sizes = from_text(offer, size);
       offer >> address;
       if (rank != 0) receiver.emplace(address);
       return std::string();
@@ -124,12 +149,15 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   handover.reset();
 
   std::unique_ptr<Liveness> liveness;
-  std::vector<std::string> identities = together(bootstrap, [] { return Liveness::process_identity(); });
   together(bootstrap, [&] {
-    liveness = std::make_unique<Liveness>(segment->file(), rank, identities);
+    liveness = std::make_unique<Liveness>(segment->file(), rank, introduced->processes());
     return std::string();
   });
-  liveness->watch();
+  const auto seen = together(bootstrap, [&] { return std::string(liveness->watch() ? "" : "blind"); });
+  // Who takes part once more was alive when its lock could not be seen: locks do not show here.
+  if (std::any_of(seen.begin(), seen.end(), [](const std::string& text) { return !text.empty(); })) {
+    together(bootstrap, [] { return std::string(); });
+  }
   return std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness));
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/clock.h"
 #include "core/deadline.h"
 #include "core/format.h"
 #include "shm/bell.h"
@@ -13,6 +14,7 @@
 #include "shm/liveness.h"
 #include "shm/ring.h"
 #include "shm/segment.h"
+#include "shm/stall.h"
 
 namespace torchtp::shm {
 
@@ -20,34 +22,30 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr auto kYieldTime = std::chrono::milliseconds(1);
-constexpr auto kFirstNap = std::chrono::milliseconds(2);
-constexpr auto kLongestNap = std::chrono::milliseconds(50);
+constexpr auto kPatienceForCause = milliseconds(20);
 
-bool same(const Fingerprint& a, const Fingerprint& b) {
-  return a.sequence == b.sequence && a.kind == b.kind && a.reduce_op == b.reduce_op && a.dtype == b.dtype &&
-         a.flags == b.flags && a.root == b.root && a.count == b.count;
-}
+bool same(const Fingerprint& a, const Fingerprint& b) { return std::memcmp(&a, &b, sizeof(a)) == 0; }
 
 std::string in_numbers(const Fingerprint& f) {
   return cat("kind ", int{f.kind}, ", sequence ", f.sequence, ", reduce op ", int{f.reduce_op}, ", dtype ",
              int{f.dtype}, ", flags ", int{f.flags}, ", root ", f.root, ", count ", f.count);
 }
 
-std::string rank_list(uint64_t mask) {
-  std::string text = (mask & (mask - 1)) == 0 ? "rank" : "ranks";
-  for (int rank = 0; rank < kMaxRanks; ++rank) {
-    if (mask >> rank & 1) text += cat(text.back() == 'k' || text.back() == 's' ? " " : ", ", rank);
+// Others may have written anything there, and Python takes only text.
+std::string printable(std::string text) {
+  for (char& letter : text) {
+    if (letter < ' ' || letter > '~') letter = letter == '\n' ? ' ' : '?';
   }
   return text;
 }
 
-// Spinning pays only while every rank has a core of its own.
+// Spinning pays only while every rank has a core of its own: then some 25 us, as long as another rank mostly is late
+// by. Who yields may come back after a whole slice of somebody else.
 int spins(int num_ranks) {
   cpu_set_t cores;
   CPU_ZERO(&cores);
   const bool known = sched_getaffinity(0, sizeof(cores), &cores) == 0;
-  return known && CPU_COUNT(&cores) < num_ranks ? 20 : 300;
+  return known && CPU_COUNT(&cores) < num_ranks ? 20 : 1000;
 }
 
 }  // namespace
@@ -55,7 +53,7 @@ int spins(int num_ranks) {
 // All ranks have announced this round.
 class Group::Arrival final : public Awaited {
  public:
-  explicit Arrival(const Group& group) : group_(group) {}
+  explicit Arrival(Group& group) : group_(group) {}
 
   bool ready() override {
     for (; next_ < group_.size_; ++next_) {
@@ -67,13 +65,24 @@ class Group::Arrival final : public Awaited {
   uint64_t missing() override {
     uint64_t mask = 0;
     for (int rank = 0; rank < group_.size_; ++rank) {
-      if (!has_arrived(rank)) mask |= uint64_t{1} << rank;
+      const uint64_t at = announcement(rank).round.load();
+      if (at == group_.round_) continue;
+      if (at + 2 != group_.round_ && (at != 0 || group_.round_ > 2)) {
+        group_.fail(cat("the memory of the group is damaged: rank ", group_.called(rank), " stands in round ", at,
+                        " while rank ", group_.called(group_.rank_), " is in round ", group_.round_));
+      }
+      mask |= uint64_t{1} << rank;
     }
     return mask;
   }
 
-  std::string describe() override {
-    return cat("in round ", group_.round_, " (", group_.describe(announcement(group_.rank_).fingerprint), ")");
+  std::string describe() override { return group_.describe(group_.fingerprint_, group_.label_); }
+
+  std::string describe_peer(int rank) override {
+    if (group_.round_ < 2) return "has called nothing yet";
+    // Overwritten only after that rank has come to our round.
+    const std::string last = group_.describe(group_.read_announcement(rank, (group_.round_ - 1) & 1).fingerprint, "");
+    return has_arrived(rank) ? "" : "last called " + last;
   }
 
  private:
@@ -82,7 +91,7 @@ class Group::Arrival final : public Awaited {
   }
   bool has_arrived(int rank) const { return announcement(rank).round.load() == group_.round_; }
 
-  const Group& group_;
+  Group& group_;
   int next_ = 0;
 };
 
@@ -96,7 +105,9 @@ Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_p
       segment_(std::move(segment)),
       liveness_(std::move(liveness)),
       heap_(std::make_unique<Heap>(segment_, rank)),
-      timeout_ms_(options_.timeout.count()) {
+      timeout_ms_(options_.timeout.count()),
+      announced_(size),
+      arrivals_(size) {
   const SegmentSizes& sizes = segment_->sizes();
   options_.slot_bytes = sizes.slot_bytes;
   options_.heap_bytes = sizes.heap_bytes;
@@ -113,46 +124,75 @@ const std::byte* Group::peer_slot(int rank) const { return segment_->slot(round_
 void Group::round(const Fingerprint& fingerprint, int64_t heap_offset) {
   check();
   ++round_;
+  fingerprint_ = fingerprint;
   const int parity = round_ & 1;
-  // Nobody reads this announcement any more: it was the one of two rounds ago, and all have come to the last round.
+  // Nobody needs this announcement any more: it was the one of two rounds ago, and all have come to the last round.
   Announcement& mine = segment_->control().ranks[rank_].announcements[parity];
-  mine.fingerprint = fingerprint;
-  mine.heap_offset = heap_offset;
+  uint64_t words[kFingerprintWords];
+  std::memcpy(words, &fingerprint, sizeof(words));
+  for (size_t i = 0; i < kFingerprintWords; ++i) mine.fingerprint[i].store(words[i], std::memory_order_relaxed);
+  mine.heap_offset.store(heap_offset, std::memory_order_relaxed);
+  mine.arrived_ns.store(now_ns(), std::memory_order_relaxed);
   mine.round.store(round_);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) notify(peer, Channel::kRound);
   }
   Arrival arrival(*this);
   wait(Channel::kRound, arrival);
-  compare_fingerprints(parity);
-}
-
-// All ranks see the same announcements, so all find the same pair and throw the same words.
-void Group::compare_fingerprints(int parity) {
-  const Fingerprint& first = segment_->control().ranks[0].announcements[parity].fingerprint;
-  for (int rank = 1; rank < size_; ++rank) {
-    const Fingerprint& other = segment_->control().ranks[rank].announcements[parity].fingerprint;
-    if (same(first, other)) continue;
-    const std::string left = describe(first), right = describe(other);
-    const bool telling = left != right;
-    fail(cat("ranks disagree on what to do: rank 0 calls ", telling ? left : in_numbers(first), ", rank ", rank,
-             " calls ", telling ? right : in_numbers(other)));
+  for (int rank = 0; rank < size_; ++rank) announced_[rank] = read_announcement(rank, parity);
+  compare_fingerprints();
+  if (fingerprint.sequence == arrived_at_) return;
+  arrived_at_ = fingerprint.sequence;
+  for (int rank = 0; rank < size_; ++rank) {
+    arrivals_[rank] = segment_->control().ranks[rank].announcements[parity].arrived_ns.load(std::memory_order_relaxed);
   }
 }
 
-std::string Group::describe(const Fingerprint& fingerprint) const {
-  return options_.describe ? options_.describe(fingerprint) : in_numbers(fingerprint);
+Group::Announced Group::read_announcement(int rank, int parity) const {
+  const Announcement& theirs = segment_->control().ranks[rank].announcements[parity];
+  uint64_t words[kFingerprintWords];
+  for (size_t i = 0; i < kFingerprintWords; ++i) words[i] = theirs.fingerprint[i].load(std::memory_order_relaxed);
+  Announced announced;
+  std::memcpy(&announced.fingerprint, words, sizeof(words));
+  announced.heap_offset = theirs.heap_offset.load(std::memory_order_relaxed);
+  return announced;
+}
+
+// All ranks see the same announcements, so all find the same pair and throw the same words.
+void Group::compare_fingerprints() {
+  const Fingerprint& first = announced_[0].fingerprint;
+  for (int rank = 1; rank < size_; ++rank) {
+    const Fingerprint& other = announced_[rank].fingerprint;
+    if (same(first, other)) continue;
+    const std::string left = describe(first, ""), right = describe(other, "");
+    const bool telling = left != right;
+    fail(cat("ranks disagree on what to do: rank ", called(0), " calls ", telling ? left : in_numbers(first), ", rank ",
+             called(rank), " calls ", telling ? right : in_numbers(other)));
+  }
+}
+
+std::vector<int> Group::absent() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (segment_->control().ranks[rank].announcements[round_ & 1].round.load() < round_) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
+std::string Group::describe(const Fingerprint& fingerprint, const std::string& label) const {
+  if (options_.describe) return options_.describe(fingerprint, label);
+  return cat("call (", in_numbers(fingerprint), label.empty() ? "" : ", ", label, ")");
 }
 
 int64_t Group::peer_heap_offset(int rank) const {
-  const int64_t offset = segment_->control().ranks[rank].announcements[round_ & 1].heap_offset;
+  const int64_t offset = announced_[rank].heap_offset;
   return offset >= 0 && static_cast<size_t>(offset) <= heap_bytes() ? offset : -1;
 }
 
 std::byte* Group::peer_heap(int rank, size_t num_bytes) const {
   const int64_t offset = peer_heap_offset(rank);
   if (offset < 0 || num_bytes > heap_bytes() - static_cast<size_t>(offset)) {
-    throw Error(cat("rank ", rank, " announced no ", num_bytes, " bytes of its heap (offset ", offset, ")"));
+    throw Error(cat("rank ", called(rank), " announced no ", num_bytes, " bytes of its heap (offset ", offset, ")"));
   }
   return heap(rank) + offset;
 }
@@ -194,10 +234,12 @@ void Group::check() const {
   if (!aborted()) return;
   const Control& control = segment_->control();
   // Whoever writes the cause may die over it: do not wait long.
-  const Deadline patience{std::chrono::seconds(1)};
+  const Deadline patience{kPatienceForCause};
   while (control.abort_state.load() != kAborted && !patience.passed()) std::this_thread::yield();
   if (control.abort_state.load() != kAborted) throw Error(cat("torchtp group '", name(), "' was aborted"));
-  throw Error(cat("torchtp group '", name(), "': ", std::string(control.cause, strnlen(control.cause, kCauseBytes))));
+  std::string cause(control.cause, kCauseBytes);
+  cause.resize(strnlen(cause.data(), cause.size()));
+  throw Error(cat("torchtp group '", name(), "': ", printable(std::move(cause))));
 }
 
 void Group::fail(const std::string& why) {
@@ -224,53 +266,5 @@ void Group::notify(int peer, Channel channel) const {
 
 RingWriter Group::ring_to(int peer, Channel channel) const { return RingWriter(segment_, channel, rank_, peer); }
 RingReader Group::ring_from(int peer, Channel channel) const { return RingReader(segment_, channel, peer, rank_); }
-
-void Group::wait(Channel channel, Awaited& awaited) {
-  for (int i = 0; i < spins_; ++i) {
-    if (awaited.ready()) return;
-    pause_briefly();
-  }
-  const milliseconds limit = timeout();
-  const Deadline deadline(limit);
-  const Deadline end_of_yielding(kYieldTime);
-  do {
-    if (awaited.ready()) return;
-    check();
-    sched_yield();
-  } while (!end_of_yielding.passed());
-
-  Bell& bell = segment_->control().ranks[rank_].bells[static_cast<int>(channel)];
-  for (std::chrono::nanoseconds longest = kFirstNap;;
-       longest = std::min<std::chrono::nanoseconds>(2 * longest, kLongestNap)) {
-    Nap nap(bell);
-    if (awaited.ready()) return;
-    look_for_trouble(awaited);
-    if (deadline.passed()) {
-      fail(cat("timeout of ", limit.count(), " ms passed on rank ", rank_, " while it waited for ",
-               rank_list(awaited.missing()), " ", awaited.describe()));
-    }
-    nap.sleep(std::min(longest, deadline.left()));
-  }
-}
-
-void Group::look_for_trouble(Awaited& awaited) {
-  check();
-  const Control& control = segment_->control();
-  uint64_t left = 0;
-  for (int peer = 0; peer < size_; ++peer) {
-    // In this order: who leaves says so before its process ends.
-    const bool dead = liveness_->is_dead(peer);
-    if (control.ranks[peer].left.load() != 0) {
-      left |= uint64_t{1} << peer;
-    } else if (dead) {
-      fail(cat("rank ", peer, " died (its process is gone) while rank ", rank_, " waited ", awaited.describe()));
-    }
-  }
-  if (left == 0 || awaited.ready()) return;
-  if (awaited.is_hopeless(left)) {
-    left &= awaited.missing();
-    fail(cat(rank_list(left), " left the group while rank ", rank_, " waited ", awaited.describe()));
-  }
-}
 
 }  // namespace torchtp::shm

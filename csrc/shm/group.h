@@ -32,10 +32,15 @@ struct GroupOptions {
   size_t heap_bytes = 0;  // address space of each rank's heap; 0: from TORCHTP_HEAP_BYTES or physical memory
   size_t ring_bytes = size_t{8} << 20;     // of each ordered pair in the exchange; memory is taken as it is used
   size_t mailbox_bytes = size_t{2} << 20;  // the same for point-to-point messages
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  std::string name;  // in every error message
-  // Words for error messages ("allreduce of 1024 float, sum"); without it the numbers are printed.
-  std::function<std::string(const Fingerprint&)> describe;
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  // A wait that takes so long, or half its timeout, says once whom it waits for; 0: TORCHTP_STALL_SECONDS, or 10 s.
+  std::chrono::milliseconds stall_after{0};
+  std::string name;         // in every error message
+  std::vector<int> called;  // what the ranks are called in messages; empty: as they are numbered
+  // Words for messages, with the label of the call: "allreduce #7 (SUM, fp32, 1,024 elements, label)". Without it the
+  // numbers are printed.
+  std::function<std::string(const Fingerprint&, const std::string& label)> describe;
+  std::function<void(const std::string&)> warn;  // takes reports of stalls; without it they go to stderr
 };
 
 // Independent conversations of one group; each may be held by another thread.
@@ -50,7 +55,11 @@ class Awaited {
   virtual uint64_t missing() = 0;  // bit r: rank r has not done its part
   // Whether it cannot happen any more now that these ranks have left.
   virtual bool is_hopeless(uint64_t left) { return (left & missing()) != 0; }
-  virtual std::string describe() = 0;  // "in round 7 (allreduce ...)"
+  virtual std::string describe() = 0;            // what is waited for: "allreduce #7 (...)"
+  virtual std::string describe_peer(int rank) {  // what that rank does instead, if known: "last called ..."
+    (void)rank;
+    return "";
+  }
 };
 
 class Segment;
@@ -95,10 +104,18 @@ class Group : public std::enable_shared_from_this<Group> {
   // lets peers read or write its heap needs one more round before it touches that memory again.
   void round(const Fingerprint& fingerprint, int64_t heap_offset = -1);
 
+  // The ranks that have not come to the round this rank came to last, for telling who is missing once round() has
+  // thrown.
+  std::vector<int> absent() const;
+
   // What `rank` announced in the last round: -1, or an offset inside its heap.
   int64_t peer_heap_offset(int rank) const;
   // The same as an address of num_bytes that surely lie in that heap; Error when they do not or nothing was announced.
   std::byte* peer_heap(int rank, size_t num_bytes) const;
+
+  // When each rank came to the first round of the call (of the same sequence number) that the last round belongs to, in
+  // nanoseconds of core/clock.h.
+  const std::vector<int64_t>& arrivals() const { return arrivals_; }
 
   std::byte* heap(int rank) const;  // base of a rank's heap in my address space
   // From my own heap: 64-byte aligned (4 KiB from 64 KiB up), zero or old content, never nullptr; Error when full.
@@ -114,6 +131,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void check() const;     // throws the cause when aborted
   void leave() noexcept;  // orderly end: a peer that waits for this rank from now on gets an Error at once
   void set_timeout(std::chrono::milliseconds timeout);
+  // What the rounds from now on belong to, for messages of this rank; by the thread that calls round().
+  void set_label(std::string label) { label_ = std::move(label); }
   std::chrono::milliseconds timeout() const;
 
   // For what is built on the group (exchange, mailbox).
@@ -125,9 +144,19 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   class Arrival;
 
-  void compare_fingerprints(int parity);
-  std::string describe(const Fingerprint& fingerprint) const;
+  int called(int rank) const { return options_.called.empty() ? rank : options_.called[rank]; }
+  // What a rank has announced, read once from shared memory.
+  struct Announced {
+    Fingerprint fingerprint;
+    int64_t heap_offset = -1;
+  };
+
+  Announced read_announcement(int rank, int parity) const;
+  void compare_fingerprints();
+  std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
+  void nap_until_ready(Channel channel, Awaited& awaited);
+  void report(const std::string& what) const;
   [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause
 
   GroupOptions options_;
@@ -140,6 +169,11 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Heap> heap_;
   std::atomic<int64_t> timeout_ms_;
   uint64_t round_ = 0;
+  Fingerprint fingerprint_;  // mine of this round
+  std::string label_;
+  std::vector<Announced> announced_;    // by all ranks for the last round
+  uint64_t arrived_at_ = ~uint64_t{0};  // the sequence number of arrivals_
+  std::vector<int64_t> arrivals_;
 };
 
 }  // namespace torchtp::shm

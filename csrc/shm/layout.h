@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "shm/group.h"
 
@@ -13,6 +14,7 @@ namespace torchtp::shm {
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 constexpr size_t kCauseBytes = 3072;
+constexpr size_t kFingerprintWords = sizeof(Fingerprint) / sizeof(uint64_t);
 
 // Rung when something a rank may wait for became true, but only while somebody sleeps.
 struct alignas(kLine) Bell {
@@ -20,11 +22,13 @@ struct alignas(kLine) Bell {
   std::atomic<uint32_t> sleepers;
 };
 
-// What a rank announces for a round: written before `round`, read after it.
+// What a rank announces for a round: the words are written before `round`, read after it. They are atomic because one
+// who waits for a rank may look at what it announced last while it announces anew.
 struct alignas(kLine) Announcement {
   std::atomic<uint64_t> round;
-  Fingerprint fingerprint;
-  int64_t heap_offset;
+  std::atomic<uint64_t> fingerprint[kFingerprintWords];
+  std::atomic<int64_t> heap_offset;
+  std::atomic<int64_t> arrived_ns;  // core/clock.h
 };
 
 struct alignas(kLine) RankControl {
@@ -36,8 +40,8 @@ struct alignas(kLine) RankControl {
 // Positions count bytes since the beginning of time; see NOTE [restart] in ring.h.
 struct RingControl {
   alignas(kLine) std::atomic<uint64_t> head;
-  uint64_t restart_from;
-  uint64_t restart_at;
+  std::atomic<uint64_t> restart_from;
+  std::atomic<uint64_t> restart_at;
   alignas(kLine) std::atomic<uint64_t> tail;
 };
 
@@ -49,6 +53,8 @@ struct Control {
   RankControl ranks[kMaxRanks];
 };
 
+static_assert(sizeof(Fingerprint) % sizeof(uint64_t) == 0 && std::has_unique_object_representations_v<Fingerprint>,
+              "a fingerprint travels and is compared as whole words");
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
               "atomics in shared memory must not need a lock of one process");
 

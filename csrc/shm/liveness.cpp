@@ -1,7 +1,6 @@
 #include "shm/liveness.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include "core/format.h"
 
@@ -20,12 +19,6 @@ struct flock byte_of(int rank, short type) {
 
 }  // namespace
 
-std::string Liveness::process_identity() {
-  struct stat pid_namespace{};
-  stat("/proc/self/ns/pid", &pid_namespace);
-  return cat(pid_namespace.st_ino, ":", getpid());
-}
-
 Liveness::Liveness(const Fd& file, int rank, const std::vector<std::string>& identities)
     : file_(file), num_ranks_(static_cast<int>(identities.size())) {
   for (int peer = 0; peer < num_ranks_; ++peer) {
@@ -35,13 +28,21 @@ Liveness::Liveness(const Fd& file, int rank, const std::vector<std::string>& ide
   if (fcntl(file_.get(), F_SETLK, &lock) != 0) throw_errno("cannot lock a byte of the shared-memory segment");
 }
 
-void Liveness::watch() {
+bool Liveness::watch() {
+  const uint64_t wanted = watched_;
   for (int peer = 0; peer < num_ranks_; ++peer) {
     if (watched_ >> peer & 1 && !is_locked(peer)) watched_ &= ~(uint64_t{1} << peer);
   }
+  return watched_ == wanted;
 }
 
 bool Liveness::is_dead(int rank) const { return watched_ >> rank & 1 && !is_locked(rank); }
+
+std::optional<Process> Liveness::process(int rank) const {
+  struct flock lock = byte_of(rank, F_WRLCK);
+  if (fcntl(file_.get(), F_GETLK, &lock) != 0 || lock.l_type == F_UNLCK || lock.l_pid <= 0) return std::nullopt;
+  return look_at(lock.l_pid);
+}
 
 bool Liveness::is_locked(int rank) const {
   struct flock lock = byte_of(rank, F_WRLCK);

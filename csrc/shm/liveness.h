@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/fd.h"
+#include "core/process.h"
 
 namespace torchtp::shm {
 
@@ -15,14 +17,16 @@ namespace torchtp::shm {
 // Record locks of a process vanish when it closes ANY descriptor of the file: only Segment may hold one.
 class Liveness {
  public:
-  // Names this process among all on the host; ranks that are threads of one process have the same.
-  static std::string process_identity();
-
+  // Ranks that are threads of one process have the same identity.
   Liveness(const Fd& file, int rank, const std::vector<std::string>& identities);
 
   // Call when all ranks hold their locks: whose lock cannot be seen even now is not watched (deadlines still hold).
-  void watch();
+  // False if there are such ranks: then they must prove that they were alive.
+  bool watch();
   bool is_dead(int rank) const;
+  // What the kernel shows of the process that holds the rank's lock: nothing for ranks of this process and for those of
+  // a pid namespace that cannot be seen from here.
+  std::optional<Process> process(int rank) const;
 
  private:
   bool is_locked(int rank) const;

@@ -165,8 +165,6 @@ struct Mailbox::State {
       incoming.data = match->data;
       posted.erase(match);
     } else {
-      incoming.aside.resize(header.num_bytes);
-      incoming.data = incoming.aside.data();
     }
   }
 
@@ -190,7 +188,11 @@ struct Mailbox::State {
         const std::byte* const place = peer.reader.news(news);
         if (news == 0) break;
         const size_t piece = std::min({news, incoming.num_bytes - incoming.done, kPieceBytes});
-        std::memcpy(incoming.data + incoming.done, place, piece);
+        if (incoming.wanted) {
+          std::memcpy(incoming.data + incoming.done, place, piece);
+        } else {  // grows with what comes, whatever length the header claims
+          incoming.aside.insert(incoming.aside.end(), place, place + piece);
+        }
         incoming.done += piece;
         peer.reader.consume((piece + kRingUnit - 1) / kRingUnit * kRingUnit);
         group.notify(from, Channel::kMailbox);  // there is room again
@@ -317,7 +319,7 @@ class Mailbox::Done final : public Awaited {
     std::lock_guard<std::mutex> lock(mailbox_.mutex_);
     const Operation& operation = mailbox_.state_->operations.at(ticket_);
     const std::string peer = operation.peer == kAnyPeer ? "any rank" : cat("rank ", operation.peer);
-    return cat(operation.is_send ? "to send " : "to receive ", operation.num_bytes, " bytes with tag ", operation.tag,
+    return cat(operation.is_send ? "send of " : "recv of ", operation.num_bytes, " bytes with tag ", operation.tag,
                operation.is_send ? " to " : " from ", peer);
   }
 

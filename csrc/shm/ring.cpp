@@ -20,14 +20,16 @@ RingWriter::RingWriter(std::shared_ptr<Segment> segment, Channel channel, int fr
       data_(segment_->ring(channel, from, to)),
       size_(segment_->ring_bytes(channel)),
       head_(control_->head.load()),
-      tail_(control_->tail.load()) {}
+      tail_(control_->tail.load()) {
+  if (head_ % kRingUnit != 0 || tail_ % kRingUnit != 0 || tail_ > head_ || head_ - tail_ > size_) damaged();
+}
 
 void RingWriter::begin_message() {
   if (head_ % size_ == 0 || control_->tail.load(std::memory_order_acquire) != head_) return;
-  control_->restart_from = head_;
+  control_->restart_from.store(head_, std::memory_order_relaxed);
   head_ += size_ - head_ % size_;
   tail_ = head_;
-  control_->restart_at = head_;
+  control_->restart_at.store(head_, std::memory_order_relaxed);
 }
 
 std::byte* RingWriter::room(size_t& num_bytes) {
@@ -62,7 +64,9 @@ RingReader::RingReader(std::shared_ptr<Segment> segment, Channel channel, int fr
       data_(segment_->ring(channel, from, to)),
       size_(segment_->ring_bytes(channel)),
       head_(control_->tail.load()),
-      tail_(head_) {}
+      tail_(head_) {
+  if (tail_ % kRingUnit != 0) damaged();
+}
 
 const std::byte* RingReader::news(size_t& num_bytes) {
   if (head_ == tail_) {
@@ -71,8 +75,10 @@ const std::byte* RingReader::news(size_t& num_bytes) {
       num_bytes = 0;
       return nullptr;
     }
-    const uint64_t begin = control_->restart_from == tail_ ? control_->restart_at : tail_;
-    if (begin < tail_ || begin - tail_ >= size_ || head < begin || head - begin > size_ || head % kRingUnit != 0) {
+    const bool restarted = control_->restart_from.load(std::memory_order_relaxed) == tail_;
+    const uint64_t begin = restarted ? control_->restart_at.load(std::memory_order_relaxed) : tail_;
+    if (begin < tail_ || begin - tail_ >= size_ || head < begin || head - begin > size_ || head % kRingUnit != 0 ||
+        begin % kRingUnit != 0) {
       damaged();
     }
     tail_ = begin;

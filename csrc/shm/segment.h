@@ -47,6 +47,7 @@ class Segment {
     size_t ring_controls, slots, rings, mailboxes, heaps, end;
   };
   static Fd make_file(size_t num_bytes);
+  void populate(const std::byte* begin, size_t num_bytes) const noexcept;
 
   SegmentSizes sizes_;
   Offsets offsets_;

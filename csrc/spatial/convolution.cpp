@@ -11,7 +11,8 @@
 
 #include <algorithm>
 
-#include "spatial/depthwise_cuda.h"
+#include "spatial/convolution_geometry.h"
+#include "spatial/depthwise.h"
 #include "spatial/pull.h"
 
 namespace torchtp::spatial {
@@ -22,18 +23,6 @@ namespace {
 // without halo and only dy is pulled: over the windows that read an own row. One local convolution_backward on (own x,
 // pulled dy) then gives dx of the own rows, complete, and this rank's share of dw. ATen pads x alike on both sides, so
 // dy is framed with zero rows until the local geometry fits: a zero row of dy adds nothing to dx and dw.
-
-Window window_of(const ConvolutionParams& params, const at::Tensor& weight, size_t index) {
-  return {weight.size(static_cast<int64_t>(index) + 2), params.stride[index], params.padding[index],
-          params.dilation[index]};
-}
-
-template <typename F>
-std::vector<Interval> map_shards(const Cut& cut, int64_t extent, const F& interval_of) {
-  std::vector<Interval> out = shards(cut, extent);
-  for (Interval& interval : out) interval = interval_of(interval);
-  return out;
-}
 
 std::vector<int64_t> output_sizes(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
   std::vector<int64_t> sizes{input.size(0), params.transposed ? weight.size(1) * params.groups : weight.size(0)};
@@ -58,22 +47,19 @@ bool is_empty(const Cut& cut, const std::vector<Interval>& all) { return all[cut
 
 at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                         ConvolutionParams params, const std::vector<Cut>& cuts) {
+  if (has_depthwise(input, weight, params)) return depthwise(input, weight, bias, params, cuts);
   const ConvolutionParams global = params;
   const at::Tensor own = input;
   bool nothing = input.is_meta();
   for (const Cut& cut : cuts) {
     const size_t index = cut.dim - 2;
     const Window window = window_of(global, weight, index);
-    const auto wanted =
-        map_shards(cut, output_extent(window, cut.extent), [&](const Interval& out) { return read_by(out, window); });
+    const auto wanted = read_by_outputs(cut, window);
     input = pull(input, cut, wanted, wanted[cut.group.rank]);
     params.padding[index] = 0;
     nothing |= is_empty(cut, wanted);
   }
   if (nothing) return no_rows(own, weight, global, cuts);
-#ifdef TORCHTP_CUDA
-  if (has_depthwise_cuda(input, weight, params)) return depthwise_cuda(input, weight, bias, params);
-#endif
   return at::convolution(input, weight, bias, params.stride, params.padding, params.dilation, false,
                          params.output_padding, params.groups);
 }
@@ -141,6 +127,54 @@ LocalBackward fit_backward(const Interval& own, const Interval& dy, const Window
   }
 }
 
+// dx and dw by ATen, on own x and the pulled dy.
+std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::Tensor& input, const at::Tensor& weight,
+                                                      const ConvolutionParams& params,
+                                                      const std::array<bool, 3>& output_mask,
+                                                      const std::vector<Cut>& cuts) {
+  ConvolutionParams local = params;
+  bool nothing = input.is_meta();
+  for (const Cut& cut : cuts) {
+    const size_t index = cut.dim - 2;
+    const Window window = window_of(params, weight, index);
+    const int64_t extent = convolution_extent(params, weight, index, cut.extent);
+    const auto wanted =
+        params.transposed
+            ? map_shards(cut, cut.extent,
+                         [&](const Interval& own) { return intersect(read_by(own, window), Interval{0, extent}); })
+            : readers_of_inputs(cut, window, extent);
+    const Interval own = cut.own();
+    const Interval dy_rows = wanted[cut.group.rank];
+    Interval frame = dy_rows;
+    local.padding[index] = 0;
+    local.output_padding[index] = 0;
+    if (own.empty() || dy_rows.empty()) {
+      nothing = true;
+    } else if (params.transposed) {
+      frame = read_by(own, window);
+    } else {
+      const LocalBackward fitted = fit_backward(own, dy_rows, window);
+      frame = fitted.frame;
+      local.padding[index] = fitted.padding;
+    }
+    Cut output_cut = cut;
+    output_cut.extent = extent;
+    dy = pull(dy, output_cut, wanted, frame);
+  }
+  at::Tensor grad_input, grad_weight;
+  if (nothing) {
+    if (output_mask[0]) grad_input = at::zeros_like(input);
+    if (output_mask[1]) grad_weight = at::zeros_like(weight);
+  } else if (output_mask[0] || output_mask[1]) {
+    std::tie(grad_input, grad_weight, std::ignore) = at::convolution_backward(
+        dy, input, weight, c10::nullopt, local.stride, local.padding, local.dilation, params.transposed,
+        local.output_padding, params.groups, {output_mask[0], output_mask[1], false});
+    // One layout on all ranks: collectives add memory, and a rank without rows answers in the weight's own layout.
+    if (output_mask[1]) grad_weight = grad_weight.contiguous(weight.suggest_memory_format());
+  }
+  return {grad_input, grad_weight};
+}
+
 }  // namespace
 
 int64_t convolution_extent(const ConvolutionParams& params, const at::Tensor& weight, size_t index, int64_t extent) {
@@ -168,49 +202,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const ConvolutionParams& params,
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts) {
-  ConvolutionParams local = params;
-  at::Tensor dy = grad_output;
-  bool nothing = input.is_meta();
-  for (const Cut& cut : cuts) {
-    const size_t index = cut.dim - 2;
-    const Window window = window_of(params, weight, index);
-    const int64_t extent = convolution_extent(params, weight, index, cut.extent);
-    const Interval all{0, extent};
-    const auto wanted = map_shards(cut, cut.extent, [&](const Interval& own) {
-      return intersect(params.transposed ? read_by(own, window) : readers_of(own, window), all);
-    });
-    const Interval own = cut.own();
-    const Interval dy_rows = wanted[cut.group.rank];
-    Interval frame = dy_rows;
-    local.padding[index] = 0;
-    local.output_padding[index] = 0;
-    if (own.empty() || dy_rows.empty()) {
-      nothing = true;
-    } else if (params.transposed) {
-      frame = read_by(own, window);
-    } else {
-      const LocalBackward fitted = fit_backward(own, dy_rows, window);
-      frame = fitted.frame;
-      local.padding[index] = fitted.padding;
-    }
-    Cut output_cut = cut;
-    output_cut.extent = extent;
-    dy = pull(dy, output_cut, wanted, frame);
-  }
   at::Tensor grad_input, grad_weight, grad_bias;
-  if (nothing) {
-    if (output_mask[0]) grad_input = at::zeros_like(input);
-    if (output_mask[1]) grad_weight = at::zeros_like(weight);
-#ifdef TORCHTP_CUDA
-  } else if (has_depthwise_backward_cuda(input, weight, local)) {
-    std::tie(grad_input, grad_weight) = depthwise_backward_cuda(dy, input, weight, local, output_mask);
-#endif
-  } else if (output_mask[0] || output_mask[1]) {
-    std::tie(grad_input, grad_weight, std::ignore) = at::convolution_backward(
-        dy, input, weight, c10::nullopt, local.stride, local.padding, local.dilation, params.transposed,
-        local.output_padding, params.groups, {output_mask[0], output_mask[1], false});
-    // One layout on all ranks: collectives add memory, and a rank without rows answers in the weight's own layout.
-    if (output_mask[1]) grad_weight = grad_weight.contiguous(weight.suggest_memory_format());
+  if (has_depthwise_backward(input, weight, params)) {
+    std::tie(grad_input, grad_weight) = depthwise_backward(grad_output, input, weight, params, output_mask, cuts);
+  } else {
+    std::tie(grad_input, grad_weight) = backward_on_pulled(grad_output, input, weight, params, output_mask, cuts);
   }
   if (output_mask[2]) {
     std::vector<int64_t> dims{0};

@@ -110,9 +110,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first_backwar
   if (atens(x)) {
     const at::Tensor w = atens_factors(x, weight, 1);
     const at::Tensor m = mean.unsqueeze(-1), r = rstd.unsqueeze(-1);
-    std::tie(grad_input, grad_weight, grad_bias) =
-        at::native_layer_norm_backward(channels_inner(dy), channels_inner(x), {x.size(1)}, m, r, w, w, output_mask);
-    if (output_mask[0]) grad_input = channels_first(grad_input);
+    // On the CPU ATen adds the gradients of weight and bias up in the type of x.
+    const auto summed_in = x.is_cpu() ? type : x.scalar_type();
+    std::tie(grad_input, grad_weight, grad_bias) = at::native_layer_norm_backward(
+        channels_inner(dy.to(summed_in)), channels_inner(x.to(summed_in)), {x.size(1)}, m, r, w, w, output_mask);
+    if (output_mask[0]) grad_input = channels_first(grad_input).to(x.scalar_type());
     if (output_mask[1]) grad_weight = like_weight(grad_weight);
     if (output_mask[2]) grad_bias = like_weight(grad_bias);
     return {grad_input, grad_weight, grad_bias};

@@ -29,7 +29,8 @@ const float* data_or_null(const at::Tensor& tensor) {
 }  // namespace
 
 bool has_layer_norm_cuda(const at::Tensor& x) {
-  return has_cuda_kernels(x) && x.size(1) > 0 && kernels::layer_norm_fits_cuda(params_of(x));
+  return has_cuda_kernels(x) && x.size(1) > 0 &&
+         kernels::layer_norm_fits_cuda(params_of(x), channels_last(x), x.element_size(), x.device().index());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_cuda(const at::Tensor& x, const Optional& weight,

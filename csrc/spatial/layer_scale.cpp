@@ -64,7 +64,7 @@ at::Tensor apply(const at::Tensor& residual, const at::Tensor& branch, const Opt
                                                                            x.size(1),
                                                                            x.numel() / planes};
 #ifdef TORCHTP_CUDA
-                   if (x.is_cuda()) {
+                   if (is_on_device(x)) {
                      const OnDevice device(x);
                      kernels::launch_layer_scale(params, channels_last, device.stream());
                      return;

@@ -28,6 +28,11 @@ at::Tensor factors(const Numbers& numbers, int64_t rows, int64_t columns) {
   return numbers.to_tensor(at::kFloat, {numbers.rows(), numbers.columns()}).expand({rows, columns}).contiguous();
 }
 
+// What is found in an x without elements.
+Numbers nothing(const at::Tensor& x) {
+  return Numbers(at::zeros({x.size(0), x.size(1)}, x.options().dtype(at::kDouble)));
+}
+
 const float* data(const at::Tensor& factors) { return factors.const_data_ptr<float>(); }
 
 }  // namespace
@@ -36,10 +41,7 @@ Moments moments_cuda(const at::Tensor& x) {
   const Layout layout(x, true);
   const int64_t numbers = x.size(0) * x.size(1);
   const auto options = x.options().dtype(at::kDouble);
-  if (x.numel() == 0) {
-    const at::Tensor zeros = at::zeros({x.size(0), x.size(1)}, options);
-    return {Numbers(zeros), Numbers(zeros)};
-  }
+  if (x.numel() == 0) return {nothing(x), nothing(x)};
   const OnDevice device(x);
   at::Tensor counts, mean, m2;
   AT_DISPATCH_V2(x.scalar_type(), "norm_moments", AT_WRAP([&] {
@@ -63,10 +65,7 @@ std::tuple<Numbers, Numbers> dots_cuda(const at::Tensor& dy, const at::Tensor& x
   const Layout layout(x, center.rows() != 1);
   const int64_t numbers = x.size(0) * x.size(1);
   const auto options = x.options().dtype(at::kDouble);
-  if (x.numel() == 0) {
-    const at::Tensor zeros = at::zeros({x.size(0), x.size(1)}, options);
-    return {Numbers(zeros), Numbers(zeros)};
-  }
+  if (x.numel() == 0) return {nothing(x), nothing(x)};
   const OnDevice device(x);
   const at::Tensor middle = factors(center, center.rows(), x.size(1));
   at::Tensor sum, dot;

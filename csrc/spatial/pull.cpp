@@ -5,7 +5,12 @@
 
 #include <cstdlib>
 
+#include "backend/device_exchange_of.h"
+#include "core/error.h"
+#include "spatial/device_slab.h"
+#include "spatial/finish_pull.h"
 #include "spatial/slab.h"
+#include "spatial/stream.h"
 
 namespace torchtp::spatial {
 namespace {
@@ -28,14 +33,46 @@ void count(const Cut& cut, const at::Tensor& source, const Parts& sends, const P
 }
 
 void check_shard(const char* op, const at::Tensor& tensor, const Cut& cut, int64_t rows) {
-  TORCH_CHECK(tensor.device().is_cpu() || tensor.is_meta(), op, ": halos of ", tensor.device(),
-              " tensors have no transport in this build; move the model to the CPU");
   TORCH_CHECK_VALUE(tensor.size(cut.dim) == rows, op, ": dim ", cut.dim, " of global extent ", cut.extent, " over ",
                     cut.group.size, " ranks gives rank ", cut.group.rank, " ", rows, " rows, but it has ",
                     tensor.size(cut.dim));
 }
 
+// The parts as messages of rows of the tensor, whose first row is `first`.
+template <typename Make>
+auto collect(const Parts& parts, const Make& make, const at::Tensor& tensor, const Cut& cut, int64_t first) {
+  std::vector<decltype(make(tensor, cut.dim, Interval{}, 0))> messages;
+  messages.reserve(parts.size());
+  for (const PullPlan::Part& part : parts) {
+    messages.push_back(make(tensor, cut.dim, shift(part.rows, first), part.peer));
+  }
+  return messages;
+}
+
+// The exchange of a pull under way on a device: finishing is all that is left of it.
+class FinishOnDevice final : public exchange::Exchange {
+ public:
+  FinishOnDevice(std::shared_ptr<exchange::DeviceExchange> exchange, at::Tensor extended)
+      : exchange_(std::move(exchange)), extended_(std::move(extended)) {}
+  int rank() const override { return exchange_->rank(); }
+  int size() const override { return exchange_->size(); }
+  uint64_t start(std::vector<exchange::Send>, std::vector<exchange::Receive>) override {
+    throw Error("a pull under way starts nothing");
+  }
+  void finish(uint64_t ticket) override { finish_pull_on(*exchange_, extended_, ticket); }
+
+ private:
+  std::shared_ptr<exchange::DeviceExchange> exchange_;
+  at::Tensor extended_;
+};
+
 }  // namespace
+
+void finish_pull_on(exchange::DeviceExchange& exchange, const at::Tensor& extended, uint64_t ticket) {
+  const OnStream here(extended);
+  used_here(extended);
+  exchange.finish(ticket, here.stream());
+}
 
 Pulling::Pulling(const at::Tensor& input, const Cut& cut, const std::vector<Interval>& wanted, const Interval& frame,
                  double fill)
@@ -51,17 +88,18 @@ Pulling::Pulling(const at::Tensor& input, const Cut& cut, const PullPlan& plan, 
   if (plan.anyone_moves) count(cut, source, plan.sends, plan.receives);
   if (input.is_meta()) return;
 
-  std::vector<exchange::Send> sends;
-  for (const PullPlan::Part& part : plan.sends) {
-    sends.push_back(send_rows(source, cut.dim, shift(part.rows, plan.own.begin), part.peer));
-  }
-  std::vector<exchange::Receive> receives;
-  for (const PullPlan::Part& part : plan.receives) {
-    receives.push_back(receive_rows(extended_, cut.dim, shift(part.rows, frame.begin), part.peer));
-  }
+  const OnStream here(source);
   // Every rank takes part when any rank moves something, so that tickets agree.
   moves_ = plan.anyone_moves;
-  if (moves_) ticket_ = exchange_->start(std::move(sends), std::move(receives));
+  const auto device_exchange = moves_ ? backend::device_exchange_of(cut.group, source.device()) : nullptr;
+  if (device_exchange) {
+    ticket_ = device_exchange->start(collect(plan.sends, send_slab, source, cut, plan.own.begin),
+                                     collect(plan.receives, receive_slab, extended_, cut, frame.begin), here.stream());
+    exchange_ = std::make_shared<FinishOnDevice>(device_exchange, extended_);
+  } else if (moves_) {
+    ticket_ = exchange_->start(collect(plan.sends, send_rows, source, cut, plan.own.begin),
+                               collect(plan.receives, receive_rows, extended_, cut, frame.begin));
+  }
 
   Interval before{0, frame.size()}, after{};
   if (!plan.wanted.empty()) {
@@ -97,19 +135,22 @@ at::Tensor push_add(const at::Tensor& grad, const Cut& cut, const std::vector<In
   const at::Tensor out = at::empty(sizes, source.options(), source.suggest_memory_format());
   if (plan->anyone_moves) count(cut, source, plan->receives, plan->sends);
   if (grad.is_meta()) return out;
+  const OnStream here(source);
+  const auto device_exchange = plan->anyone_moves ? backend::device_exchange_of(cut.group, source.device()) : nullptr;
+  uint64_t ticket = 0;
+  if (device_exchange) {  // writes nothing before finish()
+    ticket = device_exchange->start(collect(plan->receives, send_slab, source, cut, frame.begin),
+                                    collect(plan->sends, add_slab, out, cut, plan->own.begin), here.stream());
+  }
   const Interval kept = plan->kept.empty() ? Interval{} : shift(plan->kept, plan->own.begin);
   lay_rows(source, shift(plan->kept, frame.begin), out, kept.begin, {0, kept.begin}, {kept.end, plan->own.size()},
            cut.dim, 0);
-  if (!plan->anyone_moves) return out;
-  std::vector<exchange::Send> sends;
-  for (const PullPlan::Part& part : plan->receives) {
-    sends.push_back(send_rows(source, cut.dim, shift(part.rows, frame.begin), part.peer));
+  if (device_exchange) {
+    device_exchange->finish(ticket, here.stream());
+  } else if (plan->anyone_moves) {
+    cut.group.exchange->finish(cut.group.exchange->start(collect(plan->receives, send_rows, source, cut, frame.begin),
+                                                         collect(plan->sends, add_rows, out, cut, plan->own.begin)));
   }
-  std::vector<exchange::Receive> receives;
-  for (const PullPlan::Part& part : plan->sends) {
-    receives.push_back(add_rows(out, cut.dim, shift(part.rows, plan->own.begin), part.peer));
-  }
-  cut.group.exchange->finish(cut.group.exchange->start(std::move(sends), std::move(receives)));
   return out;
 }
 

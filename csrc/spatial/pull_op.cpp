@@ -2,6 +2,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "backend/device_exchange_of.h"
+#include "spatial/finish_pull.h"
 #include "spatial/op.h"
 #include "spatial/pull.h"
 
@@ -41,8 +43,14 @@ std::tuple<at::Tensor, int64_t> pull_start_kernel(const at::Tensor& input, int64
   return {pulling.extended(), pulling.moves() ? static_cast<int64_t>(pulling.ticket()) : -1};
 }
 
-void pull_finish_kernel(const at::Tensor&, int64_t ticket, const std::string& group) {
-  if (ticket >= 0) backend::spatial_group(group).exchange->finish(static_cast<uint64_t>(ticket));
+void pull_finish_kernel(const at::Tensor& extended, int64_t ticket, const std::string& group) {
+  if (ticket < 0) return;
+  const auto spatial_group = backend::spatial_group(group);
+  if (const auto exchange = backend::device_exchange_of(spatial_group, extended.device())) {
+    finish_pull_on(*exchange, extended, static_cast<uint64_t>(ticket));
+  } else {
+    spatial_group.exchange->finish(static_cast<uint64_t>(ticket));
+  }
 }
 
 at::Tensor push_add_kernel(const at::Tensor& grad, int64_t dim, int64_t extent, at::IntArrayRef begins,

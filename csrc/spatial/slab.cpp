@@ -7,6 +7,8 @@
 #include <cstring>
 #include <vector>
 
+#include "spatial/slab_place.h"
+
 namespace torchtp::spatial {
 namespace {
 
@@ -193,6 +195,12 @@ at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous(tensor.sug
 void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to, int64_t at, const Interval& before,
               const Interval& after, int64_t dim, double fill) {
   if (to.numel() == 0 || (rows.empty() && before.empty() && after.empty())) return;
+  if (!to.is_cpu()) {
+    if (!before.empty()) to.narrow(dim, before.begin, before.size()).fill_(fill);
+    if (!rows.empty()) to.narrow(dim, at, rows.size()).copy_(from.narrow(dim, rows.begin, rows.size()));
+    if (!after.empty()) to.narrow(dim, after.begin, after.size()).fill_(fill);
+    return;
+  }
   const Blocks source = blocks_of(from, dim, rows), target = blocks_of(to, dim, {at, at + rows.size()}),
                left = blocks_of(to, dim, before), right = blocks_of(to, dim, after);
   const Filling filling(to.scalar_type(), fill, std::max(left.block_bytes, right.block_bytes));
@@ -231,5 +239,18 @@ exchange::Receive receive_rows(const at::Tensor& tensor, int64_t dim, const Inte
 exchange::Receive add_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer) {
   return {peer, blocks_of(tensor, dim, rows).num_bytes(), std::make_shared<AddingSink>(tensor, dim, rows)};
 }
+
+kernels::HaloSlab halo_slab(const at::Tensor& tensor, int64_t dim, const Interval& rows) {
+  const Blocks blocks = blocks_of(tensor, dim, rows);
+  kernels::HaloSlab slab;
+  slab.data = blocks.data;
+  slab.outer = 1;
+  slab.rows = static_cast<int64_t>(blocks.num_blocks);
+  slab.run_bytes = static_cast<int64_t>(blocks.block_bytes);
+  slab.row_stride = static_cast<int64_t>(blocks.stride_bytes);
+  return slab;
+}
+
+uint32_t layout_number(const at::Tensor& tensor) { return layout_of(tensor); }
 
 }  // namespace torchtp::spatial

@@ -56,6 +56,16 @@ void more_tensors_than_a_launch_carries() {
   check<float, float>({}, 1);
 }
 
+template <typename F>
+kernels::ClipResult clip_factor(const std::vector<F>& flat, float most) {
+  const auto count = static_cast<int64_t>(flat.size());
+  std::vector<kernels::NormPart> parts(kernels::bucket_norm_parts(count));
+  kernels::bucket_norm_cpu(flat.data(), count, parts.data());
+  kernels::ClipResult result{};
+  kernels::clip_factor_cpu(parts.data(), static_cast<int64_t>(parts.size()), most, &result);
+  return result;
+}
+
 void norm_and_clipping() {
   for (int64_t count : {0, 1, 7, 32768, 100003}) {
     auto values = test::noise(count, 1);
@@ -64,7 +74,7 @@ void norm_and_clipping() {
     for (double value : values) squares += value * value;
     const double norm = std::sqrt(squares);
     for (float most : {1e-3f, 1e6f}) {
-      const auto found = kernels::clip_factor_cpu(flat.data(), count, most);
+      const auto found = clip_factor(flat, most);
       CHECK(std::fabs(found.norm - norm) <= 1e-5 * norm);
       CHECK(std::fabs(found.factor - std::min(1.0, most / (norm + 1e-6))) <= 1e-5);
       CHECK_EQUAL(found.not_finite, 0);
@@ -78,12 +88,12 @@ void what_is_not_finite_is_found() {
     for (int64_t place : {0, 41000, 65536}) {
       std::vector<float> flat(65537, 0.5f);
       flat[place] = bad;
-      const auto found = kernels::clip_factor_cpu(flat.data(), 65537, 1.0f);
+      const auto found = clip_factor(flat, 1.0f);
       CHECK_EQUAL(found.not_finite, 1);
       CHECK(!(found.factor > 0));
     }
   std::vector<c10::BFloat16> small(9, c10::BFloat16(0.5f));
-  CHECK_EQUAL(kernels::clip_factor_cpu(small.data(), 9, 1.0f).not_finite, 0);
+  CHECK_EQUAL(clip_factor(small, 1.0f).not_finite, 0);
 }
 
 }  // namespace

@@ -35,9 +35,9 @@ void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image&
   const std::string name = s.name(rank_y, rank_x, channels_last);
 
   auto y = test::poisoned<T>(y_expected.size()), dx = test::poisoned<T>(dx_expected.size());
-  kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kAll);
+  kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kAll, s.most_shared);
   test::check_same(y, y_expected, name + ", forward");
-  kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kAll);
+  kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kAll, s.most_shared);
   test::check_same(dx, dx_expected, name + ", gradient of the input");
 
   // The interior before the halos are there: it may not touch them.
@@ -45,10 +45,10 @@ void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image&
   for (auto* planes : {&alone, &grad_alone}) planes->above = planes->below = planes->left = planes->right = nullptr;
   y = test::poisoned<T>(y.size());
   dx = test::poisoned<T>(dx.size());
-  kernels::depthwise_cpu(alone, weight.data(), bias.data(), y.data(), params, Part::kInterior);
-  kernels::depthwise_input_grad_cpu(grad_alone, weight.data(), dx.data(), params, Part::kInterior);
-  kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kBorder);
-  kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kBorder);
+  kernels::depthwise_cpu(alone, weight.data(), bias.data(), y.data(), params, Part::kInterior, s.most_shared);
+  kernels::depthwise_input_grad_cpu(grad_alone, weight.data(), dx.data(), params, Part::kInterior, s.most_shared);
+  kernels::depthwise_cpu(x.planes, weight.data(), bias.data(), y.data(), params, Part::kBorder, s.most_shared);
+  kernels::depthwise_input_grad_cpu(dy.planes, weight.data(), dx.data(), params, Part::kBorder, s.most_shared);
   test::check_same(y, y_expected, name + ", forward in two parts");
   test::check_same(dx, dx_expected, name + ", gradient of the input in two parts");
 }
@@ -116,6 +116,16 @@ void half_precision() {
   check<c10::Half>({9, 1, 4, 1, 1, 4, 16, 24, 1, 2});
 }
 
+void blocks_with_little_shared_memory() {
+  for (size_t most : {kernels::kLeastSharedBytes, size_t{147 * 1024}}) {
+    check<float>({7, 1, 3, 1, 1, 150, 3, 4, 1, 1, most});
+    check<float>({7, 1, 3, 1, 1, 33, 70, 3, 1, 1, most});
+    check<float>({7, 2, 3, 1, 1, 33, 44, 36, 1, 2, most});
+    check<float>({7, 2, 3, 1, 1, 140, 5, 4, 1, 1, most});
+    check<float>({31, 1, 15, 1, 1, 9, 18, 40, 1, 1, most});
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -124,5 +134,6 @@ int main() {
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
                     {"dilation and other strides", dilation_and_other_strides},
+                    {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
 }

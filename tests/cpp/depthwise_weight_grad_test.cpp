@@ -16,11 +16,12 @@ namespace {
 
 // [C * taps] of one rank; `scratch` of exactly the size that was asked for.
 template <typename T>
-std::vector<T> weight_grad(const HaloCase<T>& in, const HaloCase<T>& grad_out, const kernels::DepthwiseParams& params) {
-  const int64_t floats = kernels::depthwise_weight_grad_scratch(in.planes, grad_out.planes, params);
+std::vector<T> weight_grad(const HaloCase<T>& in, const HaloCase<T>& grad_out, const kernels::DepthwiseParams& params,
+                           size_t most_shared) {
+  const int64_t floats = kernels::depthwise_weight_grad_scratch(in.planes, grad_out.planes, params, most_shared);
   auto scratch = test::poisoned<float>(floats);
   auto grad = test::poisoned<T>(int64_t{params.channels} * params.y.kernel * params.x.kernel);
-  kernels::depthwise_weight_grad_cpu(in.planes, grad_out.planes, grad.data(), scratch.data(), params);
+  kernels::depthwise_weight_grad_cpu(in.planes, grad_out.planes, grad.data(), scratch.data(), params, most_shared);
   return grad;
 }
 
@@ -44,7 +45,7 @@ void check(const Setting& s) {
         const HaloCase<T> own_in(in, in_rows, in_columns, in_rows, in_columns, channels_last);
         const HaloCase<T> wide_grad(grad_out, out_rows, out_columns, test::readers(in_rows, window, grad_out.height),
                                     test::readers(in_columns, window, grad_out.width), channels_last);
-        test::check_same(weight_grad(own_in, wide_grad, params),
+        test::check_same(weight_grad(own_in, wide_grad, params, s.most_shared),
                          test::converted<T>(convolution.weight_grad(in, grad_out, in_rows, in_columns)),
                          name + ", halo of the gradient");
 
@@ -58,7 +59,7 @@ void check(const Setting& s) {
             for (int64_t y = out_rows.begin; y < out_rows.end; ++y)
               for (int64_t x = out_columns.begin; x < out_columns.end; ++x)
                 own_only.at(n, c, y, x) = grad_out.at(n, c, y, x);
-        test::check_same(weight_grad(wide_in, own_grad, params),
+        test::check_same(weight_grad(wide_in, own_grad, params, s.most_shared),
                          test::converted<T>(convolution.weight_grad(in, own_only, {0, s.height}, {0, s.width})),
                          name + ", halo of the input");
       }
@@ -103,6 +104,14 @@ void half_precision() {
   check<c10::Half>({7, 1, 3, 1, 1, 4, 24, 32, 1, 2});
 }
 
+void blocks_with_little_shared_memory() {
+  for (size_t most : {kernels::kLeastSharedBytes, size_t{147 * 1024}}) {
+    check<float>({7, 1, 3, 1, 1, 150, 3, 4, 1, 1, most});
+    check<float>({7, 1, 3, 1, 1, 33, 70, 3, 1, 1, most});
+    check<float>({31, 1, 15, 1, 1, 9, 18, 40, 1, 1, most});
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -111,5 +120,6 @@ int main() {
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
                     {"every other kernel", every_other_kernel},
+                    {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
 }

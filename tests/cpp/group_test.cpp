@@ -1,6 +1,7 @@
 // Rounds, errors and heaps of a group whose ranks are threads.
 
 #include <cstring>
+#include <future>
 #include <random>
 
 #include "check.h"
@@ -68,7 +69,9 @@ void a_mismatch_is_the_same_error_everywhere() {
   std::vector<std::string> errors(3);
   run_threads(3, [&](Bootstrap& bootstrap) {
     GroupOptions options = small();
-    options.describe = [](const Fingerprint& f) { return "allreduce of " + std::to_string(f.count); };
+    options.describe = [](const Fingerprint& f, const std::string&) {
+      return "allreduce of " + std::to_string(f.count);
+    };
     const auto group = Group::create(bootstrap, options);
     group->round(step(1, 7));
     errors[group->rank()] = error_of([&] { group->round(step(2, group->rank() == 2 ? 9 : 8)); });
@@ -98,13 +101,57 @@ void a_deadline_names_the_missing() {
     group->set_timeout(milliseconds(50));
     if (group->rank() != 1) {
       const std::string error = error_of([&] { group->round(step(5)); });
-      CHECK_CONTAINS(error, "timeout of 50 ms passed");
-      CHECK_CONTAINS(error, "rank 1 in round 1");
+      CHECK_CONTAINS(error, "rank 1 has not arrived after 50 ms (the timeout of rank ");
+      CHECK_CONTAINS(error, "has called nothing yet");
       CHECK_CONTAINS(error, "sequence 5");
     }
     bootstrap.all_gather("");
     CHECK_CONTAINS(error_of([&] { group->round(step(5)); }), "timeout");
   });
+}
+
+// One report a stall, long before the timeout; then the group goes on as if nothing had been.
+void a_stall_is_reported_once_and_the_group_goes_on() {
+  std::vector<std::string> reports;
+  run_threads(3, [&](Bootstrap& bootstrap) {
+    GroupOptions options = small();
+    options.stall_after = milliseconds(100);
+    options.describe = [](const Fingerprint& f, const std::string& label) {
+      return "call #" + std::to_string(f.sequence) + " (" + label + ")";
+    };
+    std::promise<void> came;
+    std::future<void> reported = came.get_future();
+    if (bootstrap.rank() == 0) {
+      options.warn = [&](const std::string& report) {
+        reports.push_back(report);
+        if (reports.size() == 1) came.set_value();
+      };
+    } else {
+      options.warn = [](const std::string&) {};
+    }
+    const auto group = Group::create(bootstrap, options);
+    group->round(step(6));
+    group->set_label("bucket 5");
+    // Rank 1 comes to the next round only when rank 0 has complained.
+    if (group->rank() == 0) {
+      std::thread waiting([&] { group->round(step(7)); });
+      reported.wait();
+      bootstrap.all_gather("");
+      waiting.join();
+    } else if (group->rank() == 1) {
+      bootstrap.all_gather("");
+      group->round(step(7));
+    } else {
+      std::thread waiting([&] { group->round(step(7)); });
+      bootstrap.all_gather("");
+      waiting.join();
+    }
+    for (uint64_t round = 8; round < 20; ++round) group->round(step(round));
+  });
+  CHECK_EQUAL(reports.size(), size_t{2});
+  CHECK_CONTAINS(reports[0], "group 'test', rank 0: call #7 (bucket 5): rank 1 has not arrived after ");
+  CHECK_CONTAINS(reports[0], "rank 1 last called call #6 ()");
+  CHECK_CONTAINS(reports[1], "call #7 (bucket 5) goes on after ");
 }
 
 void who_has_left_is_not_waited_for() {
@@ -231,6 +278,7 @@ int main() {
       {"a mismatch is the same error everywhere", a_mismatch_is_the_same_error_everywhere},
       {"abort frees waiters", abort_frees_waiters},
       {"a deadline names the missing", a_deadline_names_the_missing},
+      {"a stall is reported once and the group goes on", a_stall_is_reported_once_and_the_group_goes_on},
       {"who has left is not waited for", who_has_left_is_not_waited_for},
       {"creation fails on all ranks alike", creation_fails_on_all_ranks_alike},
       {"announced heap offsets are checked", announced_heap_offsets_are_checked},

@@ -120,6 +120,7 @@ struct Setting {
   int64_t kernel, stride, padding, dilation;
   int64_t batches, channels, height, width;
   int64_t ranks_y, ranks_x;
+  size_t most_shared = kernels::kMostSharedBytes;  // of a block
 
   std::string name(int64_t rank_y, int64_t rank_x, bool channels_last) const {
     return "kernel " + std::to_string(kernel) + ", stride " + std::to_string(stride) + ", rank " +

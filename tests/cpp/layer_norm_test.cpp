@@ -52,7 +52,7 @@ Reference reference(const LayerNormParams& p, bool last, double eps, const std::
 }
 
 template <typename T>
-void check(const LayerNormParams& p, bool last, bool affine) {
+void check(const LayerNormParams& p, bool last, bool affine, size_t most_shared = kernels::kMostSharedBytes) {
   const std::string name = std::to_string(p.batches) + " x " + std::to_string(p.channels) + " x " +
                            std::to_string(p.inner) + (last ? " channels last" : " channels first");
   const double eps = 1e-5;
@@ -72,16 +72,17 @@ void check(const LayerNormParams& p, bool last, bool affine) {
   std::vector<float> mean(p.batches * p.inner, nan), rstd(p.batches * p.inner, nan), gradients(2 * p.channels, nan);
   std::vector<float> scratch(kernels::layer_norm_backward_scratch(p), nan);
   const float* const no_float = nullptr;
-  kernels::run_layer_norm(kernels::RunOnHost(), in.data(), affine ? w.data() : no_float, affine ? b.data() : no_float,
-                          eps, y.data(), mean.data(), rstd.data(), p, last);
+  kernels::run_layer_norm(kernels::RunOnHost{most_shared}, in.data(), affine ? w.data() : no_float,
+                          affine ? b.data() : no_float, eps, y.data(), mean.data(), rstd.data(), p, last);
   test::check_close(y, r.y, test::tolerance<T>(), name + ", output");
   test::check_close(mean, r.mean, 1e-5, name + ", mean");
   test::check_close(rstd, r.rstd, 1e-5, name + ", 1 / standard deviation");
 
   const auto backward = [&](T* out) {
     gradients.assign(gradients.size(), nan);
-    kernels::run_layer_norm_backward(kernels::RunOnHost(), grad.data(), in.data(), affine ? w.data() : no_float,
-                                     mean.data(), rstd.data(), out, gradients.data(), scratch.data(), p, last);
+    kernels::run_layer_norm_backward(kernels::RunOnHost{most_shared}, grad.data(), in.data(),
+                                     affine ? w.data() : no_float, mean.data(), rstd.data(), out, gradients.data(),
+                                     scratch.data(), p, last);
     test::check_close(gradients, r.gradients, 2e-5, name + ", gradients of weight and bias");
   };
   backward(dx.data());
@@ -114,6 +115,25 @@ void many_tiles_for_a_block() {
   for (bool last : {false, true}) check<float>({1, 16, 40000}, last, true);
 }
 
+void blocks_with_little_shared_memory() {
+  const auto fits = [](int64_t channels, int64_t bytes, size_t most) {
+    return kernels::layer_norm_fits({1, channels, 1}, false, bytes, most);
+  };
+  for (size_t most : {kernels::kLeastSharedBytes, size_t{147 * 1024}}) {
+    int64_t channels = 2048;
+    while (!fits(channels, 4, most)) --channels;
+    check<float>({1, channels, 20}, false, true, most);
+    check<float>({1, channels, 7}, false, true, most);
+    while (channels < 2048 && fits(channels + 1, 2, most)) ++channels;
+    check<c10::BFloat16>({1, channels, 20}, false, true, most);
+    check<float>({2, 300, 40}, false, true, most);
+    check<float>({1, 2048, 5}, true, true, most);
+  }
+  CHECK(fits(2048, 4, kernels::kMostSharedBytes));
+  CHECK(!fits(2048, 4, kernels::kLeastSharedBytes));
+  CHECK(kernels::layer_norm_fits({1, 2048, 1}, true, 4, kernels::kLeastSharedBytes));
+}
+
 void without_weight_and_bias() {
   for (bool last : {false, true}) check<float>({2, 24, 12}, last, false);
 }
@@ -129,6 +149,7 @@ int main() {
                     {"positions of all sizes", positions_of_all_sizes},
                     {"half precision", half_precision},
                     {"many tiles for a block", many_tiles_for_a_block},
+                    {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"without weight and bias", without_weight_and_bias},
                     {"nothing", nothing}});
 }

@@ -227,7 +227,7 @@ void a_departure_is_an_error_only_for_who_waits() {
     for (int i = 0; i < 20; ++i) mailbox.recv_any(i, &byte, 1);
     mailbox.send(0, 0, &byte, 1);
     const std::string error = error_of([&] { mailbox.recv_any(0, &byte, 1); });
-    CHECK_CONTAINS(error, "ranks 0, 2 left the group while rank 1 waited to receive 1 bytes with tag 0 from any rank");
+    CHECK_CONTAINS(error, "ranks 0, 2 left the group while rank 1 waited in recv of 1 bytes with tag 0 from any rank");
   });
 }
 
@@ -236,8 +236,9 @@ void a_deadline_is_an_error() {
     Mailbox mailbox(make(bootstrap, milliseconds(200)));
     char byte = 0;
     if (bootstrap.rank() == 0) {
-      CHECK_CONTAINS(error_of([&] { mailbox.recv(1, 3, &byte, 1); }),
-                     "timeout of 200 ms passed on rank 0 while it waited for rank 1 to receive 1 bytes with tag 3");
+      CHECK_CONTAINS(
+          error_of([&] { mailbox.recv(1, 3, &byte, 1); }),
+          "recv of 1 bytes with tag 3 from rank 1: rank 1 has not arrived after 200 ms (the timeout of rank 0)");
     }
     bootstrap.all_gather("");
   });

@@ -162,11 +162,38 @@ void a_stopped_rank_is_named_after_the_deadline() {
         const auto pids = bootstrap.all_gather(std::to_string(getpid()));
         if (group->rank() == 2) raise(SIGSTOP);
         const std::string error = error_of([&] { group->round(step(1)); });
-        CHECK_CONTAINS(error, "timeout of 200 ms");
-        CHECK_CONTAINS(error, "rank 2 in round 1");
-        if (group->rank() == 0) kill(std::stoi(pids[2]), SIGKILL);
+        kill(std::stoi(pids[2]), SIGKILL);
+        CHECK_CONTAINS(error, "rank 2 has not arrived after 200 ms (the timeout of rank ");
+        CHECK_CONTAINS(error, "rank 2 stopped (SIGSTOP) ");
       },
       2);
+}
+
+// The others say who was stopped, and go on with it when it is continued.
+void a_stopped_rank_is_reported_and_may_come_back() {
+  run_processes(3, [](Bootstrap& bootstrap) {
+    std::vector<std::string> reports;
+    std::function<void()> on_report = [] {};
+    GroupOptions options;
+    options.heap_bytes = size_t{1} << 20;
+    options.stall_after = milliseconds(150);
+    options.warn = [&](const std::string& report) {
+      reports.push_back(report);
+      on_report();
+    };
+    const auto group = Group::create(bootstrap, options);
+    const auto pids = bootstrap.all_gather(std::to_string(getpid()));
+    group->round(step(1));
+    if (group->rank() == 0) on_report = [&] { kill(std::stoi(pids[2]), SIGCONT); };
+    if (group->rank() == 2) raise(SIGSTOP);
+    for (uint64_t round = 2; round < 50; ++round) group->round(step(round));
+    if (group->rank() == 0) {
+      CHECK_CONTAINS(reports.at(0), "rank 2 has not arrived after ");
+      CHECK_CONTAINS(reports.at(0), "rank 2 stopped (SIGSTOP) ");
+      CHECK_CONTAINS(reports.at(0), " ms ago and last called ");
+      CHECK_CONTAINS(reports.at(1), "goes on after ");
+    }
+  });
 }
 
 void abort_reaches_other_processes() {
@@ -202,6 +229,94 @@ void who_leaves_and_ends_is_not_dead() {
   });
 }
 
+// Says something else than the rank itself would, in one step of the creation.
+class Altered final : public Bootstrap {
+ public:
+  using Alter = std::function<std::string(const std::string&)>;
+
+  Altered(Bootstrap& inner, int step, Alter alter) : inner_(inner), step_(step), alter_(std::move(alter)) {}
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    return inner_.all_gather(step_-- == 0 ? alter_(mine) : mine);
+  }
+  void watch(std::function<bool(int)> has_died) override { inner_.watch(std::move(has_died)); }
+
+ private:
+  Bootstrap& inner_;
+  int step_;
+  Alter alter_;
+};
+
+void a_rank_that_dies_while_the_group_is_made_is_named() {
+  for (int step = 1; step < 6; ++step) {
+    run_processes(
+        3,
+        [&](Bootstrap& bootstrap) {
+          if (bootstrap.rank() != 1) {
+            CHECK_CONTAINS(error_of([&] { make(bootstrap); }), "rank 1 died (its process is gone) while the group");
+            return;
+          }
+          Altered dying(bootstrap, step, [](const std::string& text) {
+            raise(SIGKILL);
+            return text;
+          });
+          make(dying);
+        },
+        1);
+  }
+}
+
+void another_build_is_refused_by_all() {
+  const std::vector<Altered::Alter> others = {
+      [](const std::string& text) { return text + "x"; },  // a process nobody can look at: harmless
+      [](const std::string& text) { return std::string(text).replace(text.find(' ') - 1, 1, "?"); },
+      [](const std::string&) { return std::string("+"); },
+      [](const std::string&) { return std::string("+2 4096 4096"); },
+      [](const std::string&) { return std::string(1000, 'x'); },
+      [](const std::string&) { return std::string(); },
+  };
+  for (size_t i = 0; i < others.size(); ++i) {
+    run_processes(3, [&](Bootstrap& bootstrap) {
+      Altered stranger(bootstrap, bootstrap.rank() == 2 ? 0 : -1, others[i]);
+      if (i == 0) return make(stranger)->round(step(1));
+      const std::string error = error_of([&] { make(stranger); });
+      const auto all = bootstrap.all_gather(error);
+      CHECK(all[0] == error && all[1] == error && all[2] == error);
+      CHECK_CONTAINS(error, i < 4 ? "rank 2 runs another torchtp" : "rank 2 cannot take part");
+    });
+  }
+}
+
+// What only one rank lacks is the error of all.
+void a_rank_without_descriptors_or_room_is_named_by_all() {
+  const auto fails = [](int resource, rlim_t limit, const std::string& why) {
+    run_processes(3, [&](Bootstrap& bootstrap) {
+      const rlimit limits{limit, limit};
+      if (bootstrap.rank() == (resource == RLIMIT_NOFILE ? 1 : 0)) CHECK_EQUAL(setrlimit(resource, &limits), 0);
+      const std::string error = error_of([&] { make(bootstrap); });
+      const auto all = bootstrap.all_gather(error);
+      CHECK(all[0] == error && all[1] == error && all[2] == error);
+      CHECK_CONTAINS(error, " cannot take part in a shared-memory group: ");
+      CHECK_CONTAINS(error, why);
+    });
+  };
+  fails(RLIMIT_NOFILE, 3, "Too many open files");
+  fails(RLIMIT_FSIZE, 1 << 20, "file size limit");
+}
+
+void impossible_sizes_are_refused() {
+  for (const char* sizes :
+       {"2 4096 4096 4096 4096 ", "3 4096 -4096 4096 4096 ", "3 4095 4096 4096 4096 ",
+        "3 4096 4096 4096 9223372036854771712 ", "3 0 4096 4096 4096 ", "3 99999999999999999999999 1 "}) {
+    run_processes(3, [&](Bootstrap& bootstrap) {
+      Altered liar(bootstrap, bootstrap.rank() == 0 ? 1 : -1,
+                   [&](const std::string& text) { return "+" + (sizes + text.substr(text.rfind(' ') + 1)); });
+      CHECK_CONTAINS(error_of([&] { make(liar); }), "impossible sizes");
+    });
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -215,7 +330,12 @@ int main() {
       {"a forked child does not hide a death", a_forked_child_does_not_hide_a_death},
       {"a forked child is not the rank", a_forked_child_is_not_the_rank},
       {"a stopped rank is named after the deadline", a_stopped_rank_is_named_after_the_deadline},
+      {"a stopped rank is reported and may come back", a_stopped_rank_is_reported_and_may_come_back},
       {"abort reaches other processes", abort_reaches_other_processes},
+      {"a rank that dies while the group is made is named", a_rank_that_dies_while_the_group_is_made_is_named},
+      {"another build is refused by all", another_build_is_refused_by_all},
+      {"a rank without descriptors or room is named by all", a_rank_without_descriptors_or_room_is_named_by_all},
+      {"impossible sizes are refused", impossible_sizes_are_refused},
       {"who leaves and ends is not dead", who_leaves_and_ends_is_not_dead},
   });
 }

@@ -8,6 +8,7 @@
 #include <csignal>
 
 #include "core/fd.h"
+#include "core/format.h"
 #include "core/mapping.h"
 #include "ranks.h"
 
@@ -26,6 +27,8 @@ class ProcessBootstrap final : public shm::Bootstrap {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
 
+  void watch(std::function<bool(int)> has_died) override { has_died_ = std::move(has_died); }
+
   std::vector<std::string> all_gather(const std::string& mine) override {
     char* const text = pages_[rank_].text[++step_ & 1];
     CHECK(mine.size() < sizeof(Page::text[0]));
@@ -33,7 +36,11 @@ class ProcessBootstrap final : public shm::Bootstrap {
     pages_[rank_].step.store(step_);
     std::vector<std::string> all;
     for (int rank = 0; rank < size_; ++rank) {
-      while (pages_[rank].step.load() < step_) std::this_thread::yield();
+      while (pages_[rank].step.load() < step_) {
+        std::this_thread::yield();
+        if (!has_died_ || !has_died_(rank) || pages_[rank].step.load() >= step_) continue;
+        throw Error(cat("rank ", rank, " died (its process is gone) while the group was being made"));
+      }
       all.emplace_back(pages_[rank].text[step_ & 1]);
     }
     return all;
@@ -43,6 +50,7 @@ class ProcessBootstrap final : public shm::Bootstrap {
   Page* pages_;
   int rank_, size_;
   uint64_t step_ = 0;
+  std::function<bool(int)> has_died_;
 };
 
 // Runs the body in one forked process a rank; the victim's may end as it likes, all others must succeed.

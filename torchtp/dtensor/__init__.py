@@ -8,6 +8,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     layer_norm,
     linear,
     loss,
+    making,
     max_pool,
     norm,
     pad,
@@ -16,6 +17,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     random,
     reduction,
     shape,
+    slicing,
     view,
 )
 from torchtp.dtensor.notice import GatherError, GatherWarning, strict

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
+from torchtp.dtensor.parts import Put, Take, linked
 from torchtp.dtensor.registry import bound, install_spatial_rules, words
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_marked, is_spatial, on_first_mark
@@ -31,9 +32,9 @@ LOCAL_UPSTREAM = words(
     abs acos acosh alias asin asinh atan atanh bitwise_not ceil clone conj cos cosh deg2rad detach detach_
     digamma elu empty_like erf erfc erfinv exp exp2 expm1 floor frac full_like gelu is_pinned is_same_size
     isfinite isinf isnan isneginf isposinf leaky_relu lgamma lift_fresh log log10 log1p log2 logical_not logit
-    mish nan_to_num neg new_empty new_empty_strided new_full new_ones new_zeros ones_like positive rad2deg
+    mish nan_to_num neg new_empty_strided ones_like positive rad2deg
     reciprocal record_stream relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square
-    tan tanh trunc zeros_like _to_copy permute transpose t unsqueeze expand
+    tan tanh trunc zeros_like _to_copy permute transpose t unsqueeze
     """
 )
 
@@ -52,7 +53,32 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _write_back(op, args, kwargs, full_args, full_kwargs)
         if written is not None and isinstance(results, torch.Tensor):
             return written
-    return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+    cut_results = pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+    if op.is_view and cut is args[0]:
+        others = args[1:]
+        for index, part in enumerate(cut_results if isinstance(cut_results, (list, tuple)) else [cut_results]):
+            linked(cut, part, *_view_links(op, others, kwargs, index, isinstance(cut_results, (list, tuple))))
+    return cut_results
+
+
+def _view_links(op: Op, others: tuple[Any, ...], kwargs: dict[str, Any], index: int, several: bool) -> tuple[Take, Put]:
+    """How the result of an op that PyTorch calls a view is taken from the whole, and put back."""
+
+    def view_of(full: torch.Tensor) -> torch.Tensor:
+        views = _computed(op, (full, *others), kwargs)
+        return views[index] if several else views
+
+    def take(whole: DTensor) -> DTensor:
+        spec = spec_of(whole)
+        return _cut_again(view_of(full_of(whole)), whole, spec.mesh, spec.placements)
+
+    def put(part: DTensor, whole: DTensor) -> None:
+        spec, full = spec_of(whole), full_of(whole)
+        full = full.clone() if full is local_of(whole) else full
+        view_of(full).copy_(full_of(part))
+        local_of(whole).copy_(cut_locally(full, spec.mesh, spec.placements))
+
+    return take, put
 
 
 _VIEWS = {getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "_reshape_alias")}
@@ -118,7 +144,18 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(isinstance(p, Replicate) for leaf in leaves if isinstance(leaf, DTensor) for p in spec_of(leaf).placements):
         return _on_replicas(op, args, kwargs, cut.device_mesh)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
-    return passthrough(op, args, kwargs)
+    try:
+        return passthrough(op, args, kwargs)
+    except NotImplementedError:  # upstream does not know the op
+        args, kwargs = pytree.tree_map(_summed, (args, kwargs))
+        return _on_replicas(op, args, kwargs, cut.device_mesh)
+
+
+def _summed(leaf: Any) -> Any:
+    if not isinstance(leaf, DTensor):
+        return leaf
+    whole = full_of(leaf)
+    return wrap(whole, leaf.device_mesh, (Replicate(),) * leaf.device_mesh.ndim, leaf.shape)
 
 
 def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
 from torchtp.dtensor.registry import spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.upstream import (
@@ -26,6 +26,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
+from torchtp.dtensor.whole import hand_in
 
 _FUNCTIONAL = words(
     """
@@ -87,15 +88,7 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not isinstance(target, DTensor):
-        raise RuntimeError(
-            f"{op} would write a DTensor's values into a plain tensor of shape {tuple(target.shape)}; "
-            "use the op that returns a new tensor, or make the target a DTensor"
-        )
-    if hasattr(target, "_torchtp_copy"):
-        raise NotImplementedError(
-            f"{op} would write into a part of a tensor, of shape {tuple(target.shape)}, that reaches over several ranks: "
-            "it is a copy here, and what is written would be lost; build the whole with torch.where or torch.cat"
-        )
+        return _written_whole(op, args, kwargs)
     spec = spec_of(target)
     if any(isinstance(placement, Partial) for placement in spec.placements) or not axes_of(spec.mesh).spatial:
         return passthrough(op, args, kwargs)
@@ -105,6 +98,17 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         **{k: aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},
     )
     return target
+
+
+def _written_whole(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A plain tensor is what every rank holds: what is written into it is gathered."""
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, DTensor):
+            hand_in(arg)
+            if any(placement.is_shard() for placement in spec_of(arg).placements):
+                notice.gathering(op, arg.shape, arg.dtype)
+    op(*map(full_of, args), **{k: full_of(arg) for k, arg in kwargs.items()})
+    return args[0]
 
 
 def common_placements(

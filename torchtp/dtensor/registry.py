@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.parts import written
 from torchtp.dtensor.upstream import DTensor, Op
 
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
@@ -63,7 +64,14 @@ def install(name: str, handler: Handler) -> None:
     def dispatch(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         return handler(op, args, kwargs or {})
 
-    torch.library.register_torch_dispatch(name, DTensor, dispatch, lib=library)
+    def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        result = handler(op, args, kwargs or {})
+        if isinstance(args[0], DTensor):
+            written(args[0])
+        return result
+
+    in_place = name.split("::")[1].split(".")[0].endswith("_")
+    torch.library.register_torch_dispatch(name, DTensor, dispatch_in_place if in_place else dispatch, lib=library)
 
 
 def install_rules() -> None:

@@ -1,4 +1,4 @@
-"""Slices, splits, concatenation, flips and pads of cut DTensors: local along whole dims, a pull along a cut one."""
+"""Concatenation, flips, pads and repeats of cut DTensors: local along whole dims, a pull along a cut one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, local_as, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import everywhere, mirrored, pulled, pushed, shifted
+from torchtp.dtensor.moving import chunk_of, everywhere, mirrored, pulled, shifted
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.spatial import is_spatial
@@ -21,6 +21,7 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     local_of,
+    passthrough,
     plain_shard,
     redistributed,
     spec_of,
@@ -59,129 +60,9 @@ def uncut(placements: Placements, dim: int) -> Placements:
     return tuple(Replicate() if plain_shard(p) and p.dim == dim else p for p in placements)
 
 
-def copy_marked(tensor: DTensor) -> DTensor:
-    """Marks a result that PyTorch calls a view and that is a copy here: writing into it would be lost."""
-    tensor._torchtp_copy = True  # type: ignore[attr-defined]
-    return tensor
-
-
-def slice_rows(tensor: DTensor, dim: int, begin: int, end: int, step: int = 1) -> DTensor:
-    """Rows [begin, end) of a dim, every `step`-th; cut again where the dim is cut."""
-    local, mesh, placements = summed(tensor)
-    extent = max(0, -(-(end - begin) // step))
-    shape = resized(tensor.shape, dim, extent)
-    axis = axis_cutting(placements, dim)
-    if axis is None:
-        return wrap(aten.slice(local, dim, begin, max(begin, end), step), mesh, placements, shape)
-    if (begin, end, step) == (0, tensor.size(dim), 1):
-        return wrap(aten.alias(local), mesh, placements, shape)
-    rows = pulled(
-        local,
-        mesh,
-        axis,
-        dim,
-        tensor.size(dim),
-        extent,
-        lambda o0, o1: (begin + o0 * step, begin + (o1 - 1) * step + 1),
-    )
-    return copy_marked(wrap(rows if step == 1 else aten.slice(rows, dim, 0, None, step), mesh, placements, shape))
-
-
-def _clamped(index: int | None, extent: int, default: int) -> int:
-    if index is None:
-        return default
-    return min(extent, max(0, index + extent if index < 0 else index))
-
-
-def _taken(tensor: Any) -> bool:
+def taken(tensor: Any) -> bool:
+    """Whether the rules of shapes take a tensor: cut, and as torch.chunk does it."""
     return is_spatial(tensor) and not has_strided_shard(tensor)
-
-
-@spatial_rule("slice.Tensor")
-def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, dim, start, end, step = bound(op, args, kwargs)
-    if not _taken(tensor):
-        return unruled(op, args, kwargs)
-    dim %= tensor.dim()
-    extent = tensor.size(dim)
-    return slice_rows(tensor, dim, _clamped(start, extent, 0), _clamped(end, extent, extent), step)
-
-
-@spatial_rule("slice_backward")
-def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, sizes, dim, start, end, step = bound(op, args, kwargs)
-    if not _taken(grad):
-        return unruled(op, args, kwargs)
-    local, mesh, placements = summed(grad)
-    dim %= len(sizes)
-    extent, out_extent = sizes[dim], grad.size(dim)
-    begin = _clamped(start, extent, 0)
-    axis = axis_cutting(placements, dim)
-    shape = torch.Size(sizes)
-    if axis is None:
-        local_sizes = list(local.shape)
-        local_sizes[dim] = extent
-        return wrap(op(local, local_sizes, dim, start, end, step), mesh, placements, shape)
-    if step != 1:
-        rows = local.new_zeros(resized(local.shape, dim, max(0, (local.size(dim) - 1) * step + 1)))
-        aten.slice(rows, dim, 0, None, step).copy_(local)
-        local = rows
-    grad_input = pushed(
-        local, mesh, axis, dim, extent, out_extent, lambda o0, o1: (begin + o0 * step, begin + (o1 - 1) * step + 1)
-    )
-    return wrap(grad_input, mesh, placements, shape)
-
-
-@spatial_rule("select.int")
-def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, dim, index = bound(op, args, kwargs)
-    if not _taken(tensor):
-        return unruled(op, args, kwargs)
-    local, mesh, placements = summed(tensor)
-    dim %= tensor.dim()
-    shape = torch.Size([*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
-    axis = axis_cutting(placements, dim)
-    if axis is None:
-        return wrap(aten.select(local, dim, index), mesh, without(placements, dim), shape)
-    index %= tensor.size(dim)
-    row = everywhere(local, mesh, axis, dim, tensor.size(dim), index, index + 1)
-    return copy_marked(wrap(row.squeeze(dim), mesh, without(uncut(placements, dim), dim), shape))
-
-
-@spatial_rule("select_backward")
-def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, sizes, dim, index = bound(op, args, kwargs)
-    if not isinstance(grad, DTensor):
-        return unruled(op, args, kwargs)
-    local, mesh, placements = summed(grad)
-    dim %= len(sizes)
-    wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
-    local_sizes = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
-    return wrap(op(local, local_sizes, dim, index % sizes[dim]), mesh, wider, torch.Size(sizes))
-
-
-@spatial_rule("split.Tensor", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, sizes, dim = bound(op, args, kwargs)
-    if not _taken(tensor):
-        return unruled(op, args, kwargs)
-    dim %= tensor.dim()
-    extent = tensor.size(dim)
-    if isinstance(sizes, int):
-        sizes = [min(sizes, extent - begin) for begin in range(0, extent, sizes)] if extent else [0]
-    pieces, begin = [], 0
-    for size in sizes:
-        pieces.append(slice_rows(tensor, dim, begin, begin + size))
-        begin += size
-    return pieces
-
-
-@spatial_rule("unbind")
-def unbind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, dim = bound(op, args, kwargs)
-    if not _taken(tensor):
-        return unruled(op, args, kwargs)
-    return [select(aten.select.int, (tensor, dim, index), {}) for index in range(tensor.size(dim))]
 
 
 @spatial_rule("cat")
@@ -234,7 +115,7 @@ def stack(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @spatial_rule("flip")
 def flip(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims = bound(op, args, kwargs)
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     for dim in dims:
@@ -249,7 +130,7 @@ def flip(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @spatial_rule("roll")
 def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, shifts, dims = bound(op, args, kwargs)
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     if not dims:
         return fallback(op, args, kwargs)
@@ -271,7 +152,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @spatial_rule("constant_pad_nd")
 def constant_pad_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, pad, value = bound(op, args, kwargs)
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     local_pad, shape = list(pad), tensor.shape
@@ -290,10 +171,30 @@ def constant_pad_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return wrap(local.clone() if local is local_of(tensor) else local, mesh, placements, shape)
 
 
+@spatial_rule("expand")
+def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, sizes, *_ = bound(op, args, kwargs)
+    if not taken(tensor):
+        return passthrough(op, args, kwargs) if isinstance(tensor, DTensor) else unruled(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    more = len(sizes) - tensor.dim()
+    shape = torch.Size([tensor.size(i - more) if size == -1 else size for i, size in enumerate(sizes)])
+    wider = tuple(Shard(p.dim + more) if plain_shard(p) else p for p in placements)
+    local_shape = list(shape)
+    for axis, placement in enumerate(placements):
+        if plain_shard(placement):
+            dim = placement.dim
+            begin, end = chunk_of(mesh, axis, shape[dim + more])
+            local_shape[dim + more] = end - begin
+            if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
+                local = everywhere(local, mesh, axis, dim, 1, 0, 1)
+    return wrap(aten.expand(local, local_shape), mesh, wider, shape)
+
+
 @spatial_rule("repeat")
 def repeat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, repeats = bound(op, args, kwargs)
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     more = len(repeats) - tensor.dim()

@@ -10,19 +10,32 @@ import torch
 from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import pulled, pushed, same_chunks, scaled
-from torchtp.dtensor.registry import bound, rule, spatial_rule
-from torchtp.dtensor.shape import axis_cutting, copy_marked, summed
+from torchtp.dtensor.parts import linked
+from torchtp.dtensor.registry import rule, spatial_rule
+from torchtp.dtensor.shape import axis_cutting, summed
 from torchtp.dtensor.spatial import is_spatial, is_whole
-from torchtp.dtensor.upstream import DTensor, Op, Placement, Replicate, Shard, become, local_of, plain_shard
+from torchtp.dtensor.upstream import (
+    DTensor,
+    Op,
+    Placement,
+    Replicate,
+    Shard,
+    become,
+    local_of,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
 
 aten = torch.ops.aten
 
 
-@rule("unsqueeze_")
-def unsqueeze_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Upstream has none; double backward of the norms calls it."""
-    input, dim = bound(op, args, kwargs)
-    return become(op, args, kwargs, aten.unsqueeze.default(input, dim))
+@rule("unsqueeze_", "squeeze_", "transpose_", "t_")
+def reshape_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Upstream has none; double backward of the norms and recurrent layers call them."""
+    name, overload = op._schema.name[6:-1], op._overloadname
+    view_op = getattr(getattr(aten, name), "int" if name == "transpose" else overload)
+    return become(op, args, kwargs, view_op(*args, **kwargs))
 
 
 def groups_of(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]] | None:
@@ -75,9 +88,30 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         same = sizes.itemsize == tensor.dtype.itemsize
         return wrap(local.view(sizes), mesh, placements, tensor.shape) if same else fallback(op, args, kwargs)
     shape = torch.Size(_inferred(list(sizes), tensor.numel()))
+    result = _reshaped(tensor, shape)
+    if result is None:
+        return fallback(op, args, kwargs)
+    part, is_copy = result
+    if not is_copy or op is aten._unsafe_view.default:
+        return part
+    return linked(tensor, part, lambda whole: _reshaped_anyhow(whole, shape), _put_reshaped)
+
+
+def _put_reshaped(part: DTensor, whole: DTensor) -> None:
+    spec, back = spec_of(whole), _reshaped_anyhow(part, whole.shape)
+    local_of(whole).copy_(redistributed(local_of(back), spec_of(back), spec.placements))
+
+
+def _reshaped_anyhow(tensor: DTensor, shape: torch.Size) -> DTensor:
+    result = _reshaped(tensor, shape)
+    return fallback(aten.view.default, (tensor, list(shape)), {}) if result is None else result[0]
+
+
+def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None:
+    """The elements in another shape, and whether they are a copy; None where only a gather can do it."""
     groups = groups_of(list(tensor.shape), list(shape))
     if groups is None:
-        return fallback(op, args, kwargs)
+        return None
     local, mesh, placements = summed(tensor)
     local_shape: list[int] = list(shape)
     out: list[Placement] = [p if isinstance(p, Replicate) else Replicate() for p in placements]
@@ -91,13 +125,13 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wide_out = [dim for dim in theirs if shape[dim] != 1] or theirs[:1]
         dim = cut[0]
         if len(cut) > 1 or dim != wide[0] or not wide_out or (tensor.size(dim) == 1 and len(theirs) > 1):
-            return fallback(op, args, kwargs)
+            return None
         axis = axis_cutting(placements, dim)
         assert axis is not None
         target = wide_out[0]
         inside, inside_out = tensor.size(dim), shape[target]
         if len(wide) > 1 and len(wide_out) > 1 and inside != inside_out:
-            return fallback(op, args, kwargs)
+            return None
         if inside_out < inside:  # the cut dim is split: its outermost part is cut
             factor = inside // inside_out
             if not same_chunks(mesh, axis, inside_out, factor):
@@ -117,8 +151,7 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # this rank holds `factor` times its chunk of the old dim; the new dim's chunks lie elsewhere
         local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
         copied = True
-    result = wrap(local, mesh, tuple(out), shape)
-    return copy_marked(result) if copied and op is not aten._unsafe_view.default else result
+    return wrap(local, mesh, tuple(out), shape), copied
 
 
 def _viewed(local: torch.Tensor, shape: list[int]) -> torch.Tensor:

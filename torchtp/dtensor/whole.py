@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Replicate, plain_shard
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, num_shards, wrap
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, Replicate, plain_shard
 
 
 class Cut(torch.autograd.Function):
@@ -36,6 +36,47 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return Cut.apply(grad, ctx.mesh, ctx.placements)
+
+
+class Whole(torch.autograd.Function):
+    """The whole of a DTensor, as a plain tensor; its gradient is the mean of what the ranks hand in."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.mesh = tensor.device_mesh
+        whole = full_of(tensor)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return Contributed.apply(grad, ctx.mesh)
+
+
+class Contributed(torch.autograd.Function):
+    """The mean over the ranks of a mesh of what each of them has, still to be summed."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, mesh: Any) -> DTensor:
+        placements = (Partial(),) * mesh.ndim
+        return wrap(grad / num_shards(mesh, placements), mesh, placements, grad.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
+        return Whole.apply(grad), None
+
+
+_HANDS_IN = "_torchtp_hands_in"
+
+
+def hand_in(tensor: DTensor) -> None:
+    """Have a DTensor whose values are about to go into a plain tensor take the plain gradient that comes back for them.
+
+    What else comes back is added up with it by the mean rule first, see `pointwise._accumulate`.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled() and getattr(tensor, _HANDS_IN, None) != id(tensor):
+        setattr(tensor, _HANDS_IN, id(tensor))
+        mesh = tensor.device_mesh
+        tensor.register_hook(lambda grad: grad if isinstance(grad, DTensor) else Contributed.apply(grad, mesh))
 
 
 def dense_format(tensor: torch.Tensor) -> torch.memory_format:

@@ -1,13 +1,15 @@
 """Drop-in variants of torch.nn's layers for images that are cut: same constructors, names and state_dicts.
 
-Their forward takes a DTensor cut by a `torchtp.Layout`, or a plain tensor, which is computed as torch.nn does. Gradients
+Their forward takes a DTensor cut by a `torchtp.Layout`, or a plain tensor, for the result of torch.nn. Gradients
 of their parameters are contributions to the mean over `layout.group`: average them there, by DistributedDataParallel or
 `torchtp.parallelize`. Layers of torch.nn work inside `torchtp.parallelize` as they are; these need no such frame, and
-pad in every mode without gathering.
+pad in every mode without gathering. On plain tensors of one device, without any process group, LayerNorm2d, LayerScale
+and depthwise convolutions run torchtp's kernels.
 """
 
 from torchtp.nn.convert import convert
 from torchtp.nn.convolution import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from torchtp.nn.layer_scale import LayerScale, layer_scale
 from torchtp.nn.linear import Linear
 from torchtp.nn.norm import (
     BatchNorm1d,
@@ -57,10 +59,12 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "LayerNorm2d",
+    "LayerScale",
     "Linear",
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
     "Upsample",
     "convert",
+    "layer_scale",
 ]

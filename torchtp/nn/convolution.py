@@ -19,6 +19,8 @@ class _PaddedConvolution(nn.modules.conv._ConvNd):
     """Zero padding is the rules'; the other modes pad what they pull."""
 
     def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if _is_depthwise(self, input):
+            return _depthwise(self, input, weight, bias)
         if self.padding_mode == "zeros" or not isinstance(input, DTensor) or input.dim() != weight.dim():
             return super()._conv_forward(input, weight, bias)  # type: ignore[misc]
         return convolution_padded(
@@ -29,6 +31,29 @@ class _PaddedConvolution(nn.modules.conv._ConvNd):
             self.padding_mode,
             (self.stride, self.dilation, self.groups),
         )
+
+
+def _is_depthwise(layer: nn.modules.conv._ConvNd, input: torch.Tensor) -> bool:
+    """Whether a plain image on a device meets one filter a channel, for which there are kernels."""
+    return (
+        not isinstance(input, DTensor)
+        and input.is_cuda
+        and input.dim() == 4
+        and layer.groups == layer.in_channels == layer.out_channels
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+    )
+
+
+def _depthwise(
+    layer: nn.modules.conv._ConvNd, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):  # as autocast does to F.conv2d
+        dtype = torch.get_autocast_dtype(kind)
+        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    params = layer.stride, layer.padding, layer.dilation, False, [0] * (input.dim() - 2), layer.groups
+    return torch.ops.torchtp.convolution(input, weight, bias, *params, [], [], [])
 
 
 class Conv1d(_PaddedConvolution, nn.Conv1d):

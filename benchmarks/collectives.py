@@ -1,0 +1,85 @@
+"""The collectives beside allreduce, number formats, start-up and what an idle group costs.
+
+    python -m benchmarks.collectives
+
+The same contest as `benchmarks.allreduce`, for broadcast, allgather, reduce_scatter, alltoall and the exchange between
+pairs of ranks; KiB is the larger of a rank's two buffers. Below the table: how many elements a second an allreduce of
+16-bit numbers sums, compared with fp32; what it costs to keep a call and its statistics; how long four ranks without an interpreter take from before they are started
+until their group has had its first round; the processor time of a group that does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks import teams
+from benchmarks.allreduce import COLUMNS, RANKS, Contest, as_row
+from benchmarks.common import Spread, parser, report
+
+OPS = ("broadcast", "allgather", "reduce_scatter", "alltoall", "pair")
+SIZES = [1 << 10, 64 << 10, 1 << 20, 25 << 20]
+ELEMENTS = [16 << 10, 256 << 10, 6 << 20]
+IDLE_SECONDS = 2.0
+
+
+def formats(team: teams.Team, elements: list[int], repeat: int) -> dict[str, str]:
+    """Elements a second of 16-bit types : fp32, for buffers in and outside the segment."""
+    told = {}
+    for dtype in ("bf16", "fp16"):
+        for place in ("private", "segment"):
+            ratios = []
+            for number in elements:
+                inner = max(1, min(100, (1 << 20) // number))
+                pairs = [
+                    (
+                        team.seconds("allreduce", 4 * number, inner, place),
+                        team.seconds("allreduce", 2 * number, inner, place, dtype),
+                    )
+                    for _ in range(repeat)
+                ]
+                ratios.append(f"{number >> 10} Ki {Spread.of([full / half for full, half in pairs]).text(digits=2)}")
+            told[f"elements a second, {dtype} : fp32, {team.size} ranks, {place}"] = ", ".join(ratios)
+    return told
+
+
+def idle(team: teams.Team) -> str:
+    """The share of a core that the busiest rank of a group uses while nothing is asked of it."""
+    team.ask("idle")
+    time.sleep(IDLE_SECONDS)
+    return f"{max(map(float, team.ask('idle'))) / IDLE_SECONDS:.2%} of a core"
+
+
+def start_up(size: int, repeat: int) -> Spread:
+    """Seconds from before `size` processes are started until their group has had its first round."""
+    seconds = []
+    for _ in range(repeat):
+        with teams.floors(size) as team:
+            seconds.append(max(map(float, team.greeting)))
+    return Spread.of(seconds)
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    sizes = SIZES[:2] if args.quick else SIZES
+    repeat = 3 if args.quick else args.repeat
+    rows: list[dict[str, Any]] = []
+    notes: dict[str, Any] = {}
+    for ranks in RANKS:
+        with ExitStack() as stack:
+            contest = Contest(ranks, stack)
+            for op in OPS:
+                for size in sizes:
+                    places = ("private",) if op == "pair" else ("private", "segment")
+                    rows.append(as_row(op, ranks, size, contest.measure(op, size, repeat, places)))
+            notes |= formats(contest.floors, ELEMENTS[:1] if args.quick else ELEMENTS, repeat)
+            kept = Spread.of([contest.floors.seconds("record", 1024, 1000) for _ in range(repeat)])
+            notes[f"keeping a call of {ranks} ranks, ns"] = kept.text(1e9)
+            notes[f"idle group of {ranks}, C++ and Python"] = f"{idle(contest.floors)}, {idle(contest.python)}"
+    notes["start-up of 4 ranks, ms"] = start_up(4, repeat).text(1e3)
+    report("collectives", rows, COLUMNS, args.out, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Every kernel against plain PyTorch in float64, on random shapes, its outputs poisoned first.
+
+    python -m benchmarks.gpu.kernel_checks [--dry-run]
+
+A row holds the largest error of each result, relative to the result's largest value, and the bound it must keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchtp  # noqa: F401
+from benchmarks.gpu.part import Part, main
+from torchtp import _C
+from torchtp.testing import poison_empty
+
+OPS = torch.ops.torchtp
+KERNELS = _C.kernels
+NO_CUT: tuple[list[int], list[int], list[str]] = ([], [], [])
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
+# Of the largest value: one rounding of the result and sums in float32.
+ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+Run = Callable[[random.Random, torch.device], dict[str, tuple[Tensor, Tensor]]]
+
+
+def _draw(rng: random.Random, sizes: Sequence[int], dtype: torch.dtype, layout: Any, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 40))
+    out = torch.randn(tuple(sizes), generator=generator).to(device, dtype)
+    return out.contiguous(memory_format=layout) if len(sizes) == 4 else out
+
+
+def _poisoned(sizes: Sequence[int], dtype: torch.dtype, layout: Any, device: torch.device) -> Tensor:
+    return torch.full(tuple(sizes), float("nan"), dtype=dtype, device=device).contiguous(memory_format=layout)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        raise AssertionError(f"shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if not expected.numel():
+        return 0.0
+    difference = (found.double() - expected).abs().max().item()
+    return difference / max(expected.abs().max().item(), 1e-3) if difference == difference else float("inf")
+
+
+def _with_gradients(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], rng: random.Random
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Output and the gradients of all inputs of both, by name."""
+    mine = [x.detach().requires_grad_() for x in inputs]
+    theirs = [x.detach().double().requires_grad_() for x in inputs]
+    out, expected = op(*mine), reference(*theirs)
+    pairs = {"output": (out.detach(), expected.detach())}
+    if expected.numel():
+        dy = _draw(rng, expected.shape, inputs[0].dtype, rng.choice(list(LAYOUTS.values())), out.device)
+        found = torch.autograd.grad(out, mine, dy)
+        wanted = torch.autograd.grad(expected, theirs, dy.double())
+        pairs |= {f"gradient {i}": pair for i, pair in enumerate(zip(found, wanted, strict=True))}
+    return pairs
+
+
+def depthwise(kernel: int, stride: int, dtype: torch.dtype, layout: Any) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        channels = rng.choice([1, 3, 32, 40, 96])
+        sizes = [rng.randint(1, 3), channels, *(rng.randint(max(1, kernel - 2 * (kernel // 2)), 90) for _ in range(2))]
+        x = _draw(rng, sizes, dtype, layout, device)
+        weight = _draw(rng, (channels, 1, kernel, kernel), dtype, torch.contiguous_format, device)
+        bias = _draw(rng, (channels,), dtype, None, device)
+        two = [stride] * 2, [kernel // 2] * 2, [1, 1]
+        return _with_gradients(
+            lambda t, w, b: OPS.convolution(t, w, b, *two, False, [0, 0], channels, *NO_CUT),
+            lambda t, w, b: F.conv2d(t, w, b, *two, channels),
+            [x, weight, bias],
+            rng,
+        )
+
+    return run
+
+
+def depthwise_with_halos(kernel: int, dtype: torch.dtype, layout: Any) -> Run:
+    """Own rows and columns and what the neighbours sent as separate pieces; interior and border as separate launches."""
+
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        reach, channels = kernel // 2, rng.choice([3, 32, 40])
+        top, bottom, left, right = (rng.choice([0, reach]) for _ in range(4))
+        height, width = rng.randint(kernel, 60), rng.randint(kernel, 60)
+        sizes = (rng.randint(1, 2), channels, top + height + bottom, left + width + right)
+        full, full_dy = (_draw(rng, sizes, dtype, layout, device) for _ in range(2))
+        weight = _draw(rng, (channels, 1, kernel, kernel), dtype, torch.contiguous_format, device)
+        bias = _draw(rng, (channels,), dtype, None, device)
+
+        def cut(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
+            return tensor[:, :, rows, columns].clone(memory_format=layout)
+
+        def pieces(tensor: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            halos = [
+                cut(tensor, slice(0, top), columns) if top else None,
+                cut(tensor, slice(top + height, None), columns) if bottom else None,
+                cut(tensor, slice(None), slice(0, left)) if left else None,
+                cut(tensor, slice(None), slice(left + width, None)) if right else None,
+            ]
+            return cut(tensor, rows, columns), halos
+
+        def own(tensor: Tensor) -> Tensor:
+            return tensor[:, :, top : top + height, left : left + width]
+
+        (x, halos), (dy, dy_halos) = pieces(full), pieces(full_dy)
+        out, dx = (_poisoned(x.shape, dtype, layout, device) for _ in range(2))
+        dw = _poisoned(weight.shape, dtype, torch.contiguous_format, device)
+        for part in ("interior", "border"):
+            KERNELS.depthwise(x, halos, weight, bias, out, (reach, reach), 1, part)
+            KERNELS.depthwise_input_grad(dy, dy_halos, weight, dx, (reach, reach), 1, part)
+        KERNELS.depthwise_weight_grad(x, dy, dy_halos, dw, (reach, reach))
+        wide_x = full.double().requires_grad_()
+        wide_w = weight.double().requires_grad_()
+        expected = F.conv2d(wide_x, wide_w, bias.double(), padding=reach, groups=channels)
+        (dx_all,) = torch.autograd.grad(expected, wide_x, full_dy.double(), retain_graph=True)
+        # Products of own inputs only: this rank's share.
+        mine = torch.zeros_like(full, dtype=torch.float64)
+        own(mine).copy_(own(full))
+        shares = F.conv2d(mine, wide_w, padding=reach, groups=channels)
+        (dw_all,) = torch.autograd.grad(shares, wide_w, full_dy.double())
+        return {"output": (out, own(expected).detach()), "input": (dx, own(dx_all)), "weight": (dw, dw_all)}
+
+    return run
+
+
+def layer_norm(channels: int, dtype: torch.dtype, layout: Any) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        sizes = (2, channels, rng.randint(1, 40), rng.randint(1, 40))
+        x = _draw(rng, sizes, dtype, layout, device) + 1
+        weight, bias = (_draw(rng, (channels,), dtype, None, device) for _ in range(2))
+        return _with_gradients(
+            lambda t, w, b: OPS.layer_norm_channels_first(t, w, b, 1e-5)[0],
+            lambda t, w, b: F.layer_norm(t.movedim(1, -1), (channels,), w, b, 1e-5).movedim(-1, 1),
+            [x, weight, bias],
+            rng,
+        )
+
+    return run
+
+
+def norm(kind: str, dtype: torch.dtype, layout: Any) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        channels = rng.choice([4, 32, 130])
+        x = _draw(rng, (2, channels, rng.randint(2, 120), rng.randint(2, 120)), dtype, layout, device) + 1
+        weight, bias = (_draw(rng, (channels,), torch.float32, None, device) for _ in range(2))
+        if kind == "batch":
+            return _with_gradients(
+                lambda t, w, b: OPS.batch_norm(t, w, b, None, None, True, 0.1, 1e-5, [])[0],
+                lambda t, w, b: F.batch_norm(t, None, None, w, b, True, 0.1, 1e-5),
+                [x, weight, bias],
+                rng,
+            )
+        return _with_gradients(
+            lambda t, w, b: OPS.group_norm(t, w, b, 2, 1e-5, [])[0],
+            lambda t, w, b: F.group_norm(t, 2, w, b, 1e-5),
+            [x, weight, bias],
+            rng,
+        )
+
+    return run
+
+
+def interpolation(mode: str, dtype: torch.dtype, layout: Any) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        sizes, target = ([rng.randint(1, 40) for _ in range(2)] for _ in range(2))
+        align = mode != "nearest" and rng.random() < 0.5
+        name = {"nearest": "nearest", "bilinear": "linear", "bicubic": "cubic"}[mode]
+        return _with_gradients(
+            lambda t: OPS.interpolate(t, name, target, [0.0, 0.0], align, *NO_CUT),
+            lambda t: F.interpolate(t, target, mode=mode, align_corners=align if mode != "nearest" else None),
+            [_draw(rng, (2, rng.choice([3, 8, 32]), *sizes), dtype, layout, device)],
+            rng,
+        )
+
+    return run
+
+
+def layer_scale(dtype: torch.dtype, layout: Any) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        sizes = (3, rng.choice([5, 16, 96]), rng.randint(1, 50), rng.randint(1, 50))
+        residual, branch = (_draw(rng, sizes, dtype, layout, device) for _ in range(2))
+        keep = torch.tensor([0.0, 1.25, 1.25], device=device)
+        return _with_gradients(
+            lambda r, b, g: OPS.layer_scale(r, b, g, keep),
+            lambda r, b, g: r + b * g.view(-1, 1, 1) * keep.view(-1, 1, 1, 1),
+            [residual, branch, _draw(rng, (sizes[1],), torch.float32, None, device)],
+            rng,
+        )
+
+    return run
+
+
+def halo_pack(dtype: torch.dtype) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        sizes, dim = [rng.randint(1, 40) for _ in range(4)], rng.randrange(4)
+        depths = tuple(rng.randint(0, sizes[dim]) for _ in range(2))
+        starts = tuple(rng.randint(0, sizes[dim] - depth) for depth in depths)
+        x = _draw(rng, sizes, dtype, torch.contiguous_format, device)
+        slabs = [x.narrow(dim, start, depth) for start, depth in zip(starts, depths, strict=True)]
+        expected = torch.cat([slab.reshape(-1) for slab in slabs])
+        packed = torch.full_like(expected, float("nan"))
+        KERNELS.halo_pack(x, packed, dim, starts, depths)
+        # Slabs that overlap would be written twice, in any order.
+        back, wanted = torch.zeros_like(x), torch.zeros_like(x)
+        KERNELS.halo_unpack(expected[: slabs[0].numel()], back, dim, (starts[0], 0), (depths[0], 0))
+        wanted.narrow(dim, starts[0], depths[0]).copy_(slabs[0])
+        return {"packed": (packed, expected.double()), "unpacked": (back, wanted.double())}
+
+    return run
+
+
+def bucket(dtype: torch.dtype, flat_type: torch.dtype) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        counts = [rng.choice([0, 1, 7, 64, rng.randint(1, 30000)]) for _ in range(rng.choice([5, 600]))]
+        tensors = [_draw(rng, (count,), dtype, None, device) for count in counts]
+        expected = torch.cat(tensors).double()
+        flat = torch.full((sum(counts),), float("nan"), dtype=flat_type, device=device)
+        KERNELS.bucket_pack(tensors, flat, 0.5)
+        back = [torch.full_like(tensor, float("nan")) for tensor in tensors]
+        KERNELS.bucket_unpack(flat, back, 2.0)
+        pairs = {"packed": (flat, expected / 2), "unpacked": (torch.cat(back), flat.double() * 2)}
+        if flat.numel():
+            length = flat.double().norm()
+            pairs["norm"] = (KERNELS.bucket_clip(flat, 1.0)[0], length)
+            pairs["factor"] = (KERNELS.bucket_clip(flat, 1.0)[1], (1 / (length + 1e-6)).clamp(max=1))
+        return pairs
+
+    return run
+
+
+def cases() -> Iterator[tuple[str, torch.dtype, Run]]:
+    for type_name, dtype in DTYPES.items():
+        for layout_name, layout in LAYOUTS.items():
+            where = f"{type_name} {layout_name}"
+            for kernel, stride in [(7, 1), (3, 1), (5, 1), (3, 2), (7, 2), (13, 1), (31, 1), (4, 1)]:
+                name = f"depthwise {kernel}x{kernel}, stride {stride}, {where}"
+                yield name, dtype, depthwise(kernel, stride, dtype, layout)
+            for kernel in (7, 3, 13):
+                name = f"depthwise {kernel}x{kernel} with halos, {where}"
+                yield name, dtype, depthwise_with_halos(kernel, dtype, layout)
+            for channels in (8, 96, 257, 1024, 2048):
+                yield f"layer norm over {channels}, {where}", dtype, layer_norm(channels, dtype, layout)
+            for kind in ("batch", "group"):
+                yield f"{kind} norm, {where}", dtype, norm(kind, dtype, layout)
+            for mode in ("nearest", "bilinear", "bicubic"):
+                yield f"{mode} interpolation, {where}", dtype, interpolation(mode, dtype, layout)
+            yield f"layer scale, {where}", dtype, layer_scale(dtype, layout)
+        yield f"halo pack, {type_name}", dtype, halo_pack(dtype)
+    pairs = {"fp32 to fp32": (torch.float32,) * 2, "fp32 to bf16": (torch.float32, torch.bfloat16)}
+    pairs |= {"fp32 to fp16": (torch.float32, torch.float16), "bf16 to fp32": (torch.bfloat16, torch.float32)}
+    for name, (dtype, flat_type) in pairs.items():
+        yield f"bucket pack, {name}", min(dtype, flat_type, key=lambda t: t.itemsize), bucket(dtype, flat_type)
+
+
+def check(run: Run, dtype: torch.dtype, times: int, device: torch.device) -> dict[str, Any]:
+    """The largest errors of several random draws; raises where one is over its bound."""
+    errors: dict[str, float] = {}
+    seed = random.SystemRandom().randrange(1 << 30)
+    for turn in range(times):
+        for name, (found, expected) in run(random.Random(seed + turn), device).items():
+            errors[name] = max(errors.get(name, 0.0), _error(found, expected))
+    bounds = {name: ROUNDING[dtype] * (2 if name.startswith("gradient") else 1) for name in errors}
+    wrong = [name for name, error in errors.items() if not error <= bounds[name]]
+    row = {"errors": errors, "bounds": bounds, "seed": seed, "draws": times}
+    if wrong:
+        raise AssertionError(f"{', '.join(wrong)} too far from float64: {row}")
+    return row
+
+
+def run(part: Part, options: argparse.Namespace) -> None:
+    poison_empty()
+    few = part.dry or options.small
+    for number, (name, dtype, one) in enumerate(cases()):
+        # The largest kernels' programs take seconds where blocks run one after the other, or are watched.
+        if few and (number % 7 != 3 or "31x31" in name):
+            continue
+        part.case(
+            name,
+            lambda one=one, dtype=dtype: check(one, dtype, 1 if few else 3, part.device),  # type: ignore[misc]
+            seconds=20,
+        )
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--small", action="store_true", help="a seventh of the cases, one draw of each")
+
+
+if __name__ == "__main__":
+    main(__doc__, run, flags)

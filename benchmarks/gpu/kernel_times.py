@@ -1,0 +1,315 @@
+"""Each kernel beside what PyTorch does for the same work, on one rank, with real data in the halos.
+
+    python -m benchmarks.gpu.kernel_times [--dry-run]
+
+Medians of device events; inputs are taken in turn so that the cache does not hold them. Rows hold seconds; bytes are
+what has to be moved at least, flop what has to be computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torchtp  # noqa: F401
+from benchmarks.gpu.part import Part, main
+from benchmarks.gpu.timing import launch_seconds, num_sets, seconds
+from torchtp import _C
+
+OPS = torch.ops.torchtp
+KERNELS = _C.kernels
+ATEN = torch.ops.aten
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
+# The depthwise convolutions of ConvNeXt-XL on (7, 3, 512, 1024), stage by stage.
+STAGES = [(7, 256, 128, 256), (7, 512, 64, 128), (7, 1024, 32, 64), (7, 2048, 16, 32)]
+REACH = 3
+MIB = 1 << 20
+
+
+def _shape(part: Part, stage: int) -> tuple[int, int, int, int]:
+    return (1, 8, 9, 10) if part.dry else STAGES[stage]
+
+
+def _sets(part: Part, make: Callable[[], Any], num_bytes: int) -> list[Any]:
+    return [make() for _ in range(num_sets(num_bytes, part.device))]
+
+
+def depthwise(part: Part, stage: int, kind: str) -> dict[str, Any]:
+    """7x7: forward, gradient of the input, of the filters; without a halo, and with one on all four sides."""
+    n, c, h, w = _shape(part, stage)
+    row: dict[str, Any] = {"kind": "depthwise", "stage": stage + 1, "dtype": kind, "shape": [n, c, h, w]}
+    row["flop_a_pass"] = 2 * 49 * n * c * h * w
+    row["bytes_a_pass"] = 2 * n * c * h * w * DTYPES[kind].itemsize
+    row["ours"], row["with_halos"], row["theirs"] = {}, {}, {}
+    for name, layout in LAYOUTS.items():
+        found = _depthwise(part, (n, c, h, w), DTYPES[kind], layout)
+        row["ours"][name], row["with_halos"][name], row["theirs"][name] = found
+    return row
+
+
+def _depthwise(
+    part: Part, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: torch.memory_format
+) -> list[dict[str, float]]:
+    """Without halos, with them, and PyTorch's, in one layout."""
+    n, c, h, w = shape
+    at, params = (REACH, REACH), ([1, 1], [REACH, REACH], [1, 1], False, [0, 0], c)
+
+    def image(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=part.device).to(dtype).contiguous(memory_format=layout)
+
+    def make() -> dict[str, Any]:
+        rows, columns = (n, c, REACH, w), (n, c, h + 2 * REACH, REACH)
+        halos = [image(*rows), image(*rows), image(*columns), image(*columns)]
+        return {"x": image(*shape), "dy": image(*shape), "out": image(*shape), "halos": halos, "none": []}
+
+    sets = _sets(part, make, 3 * n * c * h * w * dtype.itemsize)
+    weight = torch.randn(c, 1, 7, 7, device=part.device).to(dtype)
+    bias = torch.randn(c, device=part.device).to(dtype)
+    filters, dw = weight.contiguous(memory_format=layout), torch.empty_like(weight)
+
+    def taken(run: Callable[[dict[str, Any]], Any]) -> float:
+        return seconds([lambda s=s: run(s) for s in sets], part.device)  # type: ignore[misc]
+
+    def ours(halos: str) -> dict[str, float]:
+        return {
+            "forward": taken(lambda s: KERNELS.depthwise(s["x"], s[halos], weight, bias, s["out"], at)),
+            "input": taken(lambda s: KERNELS.depthwise_input_grad(s["dy"], s[halos], weight, s["out"], at)),
+            "weight": taken(lambda s: KERNELS.depthwise_weight_grad(s["x"], s["dy"], s[halos], dw, at)),
+        }
+
+    def in_parts(s: dict[str, Any]) -> None:
+        for which in ("interior", "border"):
+            KERNELS.depthwise(s["x"], s["halos"], weight, bias, s["out"], at, 1, which)
+
+    def backward(s: dict[str, Any], mask: list[bool]) -> Any:
+        return ATEN.convolution_backward(s["dy"], s["x"], filters, None, *params, mask)
+
+    theirs = {
+        "forward": taken(lambda s: F.conv2d(s["x"], filters, bias, padding=REACH, groups=c)),
+        "input": taken(lambda s: backward(s, [True, False, False])),
+        "weight": taken(lambda s: backward(s, [False, True, False])),
+        # What a cut convolution costs that first brings its halo into one tensor.
+        "forward after cat": taken(lambda s: F.conv2d(_joined(s["x"], s["halos"]), filters, bias, groups=c)),
+    }
+    return [ours("none"), ours("halos") | {"forward, interior then border": taken(in_parts)}, theirs]
+
+
+def _joined(x: Tensor, halos: list[Tensor]) -> Tensor:
+    return torch.cat([halos[2], torch.cat([halos[0], x, halos[1]], 2), halos[3]], 3)
+
+
+def _both(part: Part, run: Callable[..., Tensor], make: Callable[[], list[Tensor]], num_bytes: int) -> dict[str, float]:
+    """Forward and backward of `run`, whose inputs all want a gradient."""
+    forward, backward = [], []
+    for inputs in _sets(part, make, num_bytes):
+        leaves = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
+        out = run(*leaves)
+        dy = torch.randn_like(out)
+        wanted = [x for x in leaves if x.requires_grad]
+        forward.append(lambda leaves=leaves: run(*leaves))
+        backward.append(lambda out=out, wanted=wanted, dy=dy: torch.autograd.grad(out, wanted, dy, retain_graph=True))
+    return {"forward": seconds(forward, part.device), "backward": seconds(backward, part.device)}
+
+
+def layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
+    """Over C; ours in both layouts, theirs by F.layer_norm on the permuted tensor and written out."""
+    shape, dtype, device = _shape(part, stage), DTYPES[kind], part.device
+    c, numel = shape[1], torch.Size(shape).numel()
+    row: dict[str, Any] = {"kind": "layer norm", "stage": stage + 1, "dtype": kind, "shape": list(shape)}
+    row |= {"bytes": {"forward": 2 * numel * dtype.itemsize, "backward": 3 * numel * dtype.itemsize}}
+    row["ours"], row["theirs"] = {}, {}
+
+    def fused(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.layer_norm(x.permute(0, 2, 3, 1), (c,), w, b, 1e-6).permute(0, 3, 1, 2)
+
+    def written_out(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        centred = x - x.mean(1, keepdim=True)
+        return w[:, None, None] * (centred / torch.sqrt(centred.pow(2).mean(1, keepdim=True) + 1e-6)) + b[:, None, None]
+
+    for name, layout in LAYOUTS.items():
+
+        def make(layout: Any = layout) -> list[Tensor]:
+            x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=layout)
+            return [x, torch.randn(c, device=device).to(dtype), torch.randn(c, device=device).to(dtype)]
+
+        num_bytes = 3 * numel * dtype.itemsize
+        row["ours"][name] = _both(
+            part, lambda x, w, b: OPS.layer_norm_channels_first(x, w, b, 1e-6)[0], make, num_bytes
+        )
+        row["theirs"][name] = _both(part, fused, make, num_bytes)
+        if name == "channels first":
+            row["theirs"][f"{name}, written out"] = _both(part, written_out, make, num_bytes)
+    return row
+
+
+def halo_pack(part: Part, name: str, shape: tuple[int, ...], dim: int, depth: int) -> dict[str, Any]:
+    """Both sides of a dim into one buffer, and back."""
+    device = part.device
+    extent = shape[dim]
+    starts, depths = (0, extent - depth), (depth, depth)
+    x = torch.randn(shape, device=device).bfloat16()
+    packed = torch.empty(2 * depth * x.numel() // extent, device=device, dtype=x.dtype)
+    num_bytes = packed.numel() * packed.element_size()
+    sets = _sets(part, lambda: (x.clone(), packed.clone()), 2 * num_bytes)
+
+    def all_of(run: Callable[[Tensor, Tensor], Any]) -> float:
+        if num_bytes < MIB:  # shorter than what the host needs to launch it
+            return launch_seconds(lambda: run(x, packed), device)
+        return seconds([lambda s=s: run(*s) for s in sets], device)  # type: ignore[misc]
+
+    def narrowed(x: Tensor, packed: Tensor) -> None:
+        halves = packed.view(2, -1)
+        for side, start in enumerate(starts):
+            slab = x.narrow(dim, start, depth)
+            halves[side].view(slab.shape).copy_(slab)
+
+    return {
+        "kind": "halo pack",
+        "what": name,
+        "bytes": num_bytes,
+        "moved": 2 * num_bytes,
+        "ours": {
+            "pack": all_of(lambda x, packed: KERNELS.halo_pack(x, packed, dim, starts, depths)),
+            "unpack": all_of(lambda x, packed: KERNELS.halo_unpack(packed, x, dim, starts, depths)),
+        },
+        "theirs": {"narrow and copy": all_of(narrowed)},
+    }
+
+
+def bucket(part: Part, flat_kind: str) -> dict[str, Any]:
+    """Gradients of ConvNeXt-XL's blocks of stage 3, as many as a bucket of 25 MiB and one of 200 MiB hold."""
+    device, flat_type = part.device, DTYPES[flat_kind]
+    c = 8 if part.dry else 1024
+    block = [c * 49, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c, c]
+    counts = block * (1 if part.dry else 6)
+    numel = sum(counts)
+    moved = numel * (4 + flat_type.itemsize)
+
+    def make() -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        tensors = [torch.randn(count, device=device) for count in counts]
+        flat = torch.empty(numel, device=device, dtype=flat_type)
+        return tensors, flat, list(flat.split(counts))
+
+    sets = _sets(part, make, moved)
+
+    def taken(run: Callable[[tuple[list[Tensor], Tensor, list[Tensor]]], Any]) -> float:
+        return seconds([lambda s=s: run(s) for s in sets], device)  # type: ignore[misc]
+
+    return {
+        "kind": "bucket pack",
+        "what": f"{len(counts)} fp32 tensors to {flat_kind}",
+        "moved": moved,
+        "ours": {
+            "pack": taken(lambda s: KERNELS.bucket_pack(s[0], s[1], 0.5)),
+            "unpack": taken(lambda s: KERNELS.bucket_unpack(s[1], s[0], 0.5)),
+        },
+        "theirs": {
+            "pack": taken(lambda s: torch._foreach_copy_(s[2], s[0])),
+            "unpack": taken(lambda s: torch._foreach_copy_(s[0], s[2])),
+        },
+        "clip": {
+            "ours": taken(lambda s: KERNELS.bucket_clip(s[1], 1.0)),
+            "theirs": taken(lambda s: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(s[2])))),
+            "bytes": numel * flat_type.itemsize,
+        },
+    }
+
+
+def _op(part: Part, name: str, kind: str, layout_name: str) -> dict[str, Any]:
+    """The ops whose ceiling is copying, on (7, 256, 128, 256) or what they make of it."""
+    shape, dtype, device, layout = _shape(part, 0), DTYPES[kind], part.device, LAYOUTS[layout_name]
+    c, numel = shape[1], torch.Size(shape).numel()
+
+    def image(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=device).to(dtype).contiguous(memory_format=layout)
+
+    def numbers() -> Tensor:
+        return torch.randn(c, device=device)
+
+    small = (shape[0], c, shape[2] // 2, shape[3] // 2)
+    target = list(shape[2:])
+    pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[[], list[Tensor]], float, float]] = {
+        "batch norm": (
+            lambda x, w, b: OPS.batch_norm(x, w, b, None, None, True, 0.1, 1e-5, [])[0],
+            lambda x, w, b: F.batch_norm(x, None, None, w, b, True, 0.1, 1e-5),
+            lambda: [image(*shape), numbers(), numbers()],
+            3,
+            5,
+        ),
+        "group norm": (
+            lambda x, w, b: OPS.group_norm(x, w.to(dtype), b.to(dtype), 4, 1e-5, [])[0],
+            lambda x, w, b: F.group_norm(x, 4, w.to(dtype), b.to(dtype), 1e-5),
+            lambda: [image(*shape), numbers(), numbers()],
+            3,
+            5,
+        ),
+        "bilinear interpolation": (
+            lambda x: OPS.interpolate(x, "linear", target, [0.0, 0.0], False, [], [], []),
+            lambda x: F.interpolate(x, target, mode="bilinear"),
+            lambda: [image(*small)],
+            1.25,
+            1.25,
+        ),
+        "nearest interpolation": (
+            lambda x: OPS.interpolate(x, "nearest", target, [0.0, 0.0], False, [], [], []),
+            lambda x: F.interpolate(x, target, mode="nearest"),
+            lambda: [image(*small)],
+            1.25,
+            1.25,
+        ),
+        "layer scale": (
+            lambda r, b, g: OPS.layer_scale(r, b, g, None),
+            lambda r, b, g: r + b * g.to(dtype)[:, None, None],
+            lambda: [image(*shape), image(*shape), numbers()],
+            3,
+            3,
+        ),
+    }
+    ours, theirs, make, forward, backward = pairs[name]
+    num_bytes = 3 * numel * dtype.itemsize
+    return {
+        "kind": "op",
+        "what": f"{name}, {kind} {layout_name}",
+        "bytes": {"forward": forward * numel * dtype.itemsize, "backward": backward * numel * dtype.itemsize},
+        "ours": _both(part, ours, make, num_bytes),
+        "theirs": _both(part, theirs, make, num_bytes),
+    }
+
+
+def run(part: Part, options: argparse.Namespace) -> None:
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = True
+    for kind in DTYPES:
+        for stage in range(1 if part.dry else len(STAGES)):
+            part.case(f"depthwise, stage {stage + 1}, {kind}", lambda s=stage, k=kind: depthwise(part, s, k))  # type: ignore[misc]
+    for kind in DTYPES:
+        for stage in range(1 if part.dry else len(STAGES)):
+            part.case(f"layer norm, stage {stage + 1}, {kind}", lambda s=stage, k=kind: layer_norm(part, s, k))  # type: ignore[misc]
+    first = _shape(part, 0)
+    n, c, h, w = first
+    halos = [("3 columns, channels first", first, 3, 3), ("3 rows, channels first", first, 2, 3)]
+    halos += [("3 columns, channels last", (n, h, w, c), 2, 3), ("3 rows, channels last", (n, h, w, c), 1, 3)]
+    halos += [("3 rows of a small one", (1, h, 16, 32), 1, 3), ("a quarter of the rows", first, 2, h // 4)]
+    for name, shape, dim, depth in halos:
+        part.case(
+            f"halo pack, {name}",
+            lambda name=name, shape=shape, dim=dim, depth=depth: halo_pack(part, name, shape, dim, depth),  # type: ignore[misc]
+        )
+    for kind in DTYPES:
+        part.case(f"bucket pack to {kind}", lambda kind=kind: bucket(part, kind))  # type: ignore[misc]
+    for name in ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation", "layer scale"):
+        for layout in LAYOUTS:
+            part.case(
+                f"{name}, bf16 {layout}",
+                lambda name=name, layout=layout: _op(part, name, "bf16", layout),  # type: ignore[misc]
+            )
+
+
+if __name__ == "__main__":
+    main(__doc__, run)

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "exchange/arena_exchange.h"
+#include "shm/group.h"
+
+namespace torchtp::backend {
+
+// An arena a rank in the memory that the ranks of one host share: what devices with peer memory do, for tensors of the
+// CPU. Collective.
+exchange::ArenaMemory make_host_arena(const std::shared_ptr<shm::Group>& group, shm::Bootstrap& bootstrap,
+                                      size_t num_bytes);
+
+}  // namespace torchtp::backend

@@ -1,0 +1,51 @@
+#include "backend/host_message.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+namespace torchtp::backend {
+
+HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpType op, const char* title,
+                         const at::Tensor& tensor, int peer, int tag, std::chrono::milliseconds timeout)
+    : TorchtpWork(rank, op, title, 0, {tensor}, {tensor}),
+      links_(std::move(links)),
+      receives_(op != c10d::OpType::SEND),
+      timeout_(timeout),
+      peer_(peer),
+      dense_(tensor, !receives_) {
+  try {
+    message_ = !receives_ ? links_->send(peer, tag, dense_.data(), dense_.num_bytes())
+               : peer < 0 ? links_->receive_any(tag, dense_.data(), dense_.num_bytes())
+                          : links_->receive(peer, tag, dense_.data(), dense_.num_bytes());
+  } catch (...) {
+    std::rethrow_exception(as_dist_error(std::current_exception()));
+  }
+}
+
+bool HostMessage::wait(std::chrono::milliseconds timeout) {
+  end(timeout == kNoTimeout ? timeout_ : timeout);
+  return Work::wait(kNoTimeout);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HostMessage::getFuture() {
+  end(timeout_);
+  return TorchtpWork::getFuture();
+}
+
+void HostMessage::end(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(waiting_);
+  if (std::exchange(ended_, true)) return;
+  std::exception_ptr error;
+  try {
+    peer_ = links_->wait(message_, Deadline(timeout), receives_ ? "for a message from it" : "for it to take a message");
+    const at::NoGradGuard no_grad;
+    if (receives_) dense_.store();
+  } catch (...) {
+    error = as_dist_error(std::current_exception());
+  }
+  message_.reset();
+  complete(error);
+}
+
+}  // namespace torchtp::backend

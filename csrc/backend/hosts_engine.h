@@ -1,0 +1,121 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/engine.h"
+#include "backend/host_links.h"
+#include "collectives/call.h"
+#include "collectives/pieces.h"
+
+namespace torchtp::backend {
+
+// Ranks of several hosts: what can be done inside a host goes through the memory its ranks share, and between hosts
+// every rank carries its share. Which rank of a host that is follows from places alone: the i-th rank of a host speaks
+// with the i-th of the others, modulo their number. Point-to-point messages of users go between all ranks by the inner
+// backend.
+class HostsEngine : public Engine {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+  // hosts[h]: the ranks of host h, ascending. `host` is the group of this rank's host, `inner` one of all ranks.
+  HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host, BackendPtr inner);
+  ~HostsEngine() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+
+  void allreduce(uint64_t sequence, std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op) override;
+  void reduce(uint64_t sequence, std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op, int root) override;
+  void reduce_scatter(uint64_t sequence, const Inputs& inputs, std::byte* output, int64_t count, at::ScalarType dtype,
+                      ReduceOp op) override;
+  void broadcast(uint64_t sequence, std::byte* data, int64_t count, at::ScalarType dtype, int root) override;
+  void allgather(uint64_t sequence, const std::byte* input, const Outputs& outputs, int64_t count,
+                 at::ScalarType dtype) override;
+  void gather(uint64_t sequence, const std::byte* input, const Outputs& outputs, int64_t count, at::ScalarType dtype,
+              int root) override;
+  void scatter(uint64_t sequence, const Inputs& inputs, std::byte* output, int64_t count, at::ScalarType dtype,
+               int root) override;
+  void alltoall(uint64_t sequence, const Inputs& inputs, const std::vector<size_t>& send_bytes, const Outputs& outputs,
+                const std::vector<size_t>& receive_bytes, at::ScalarType dtype) override;
+  void barrier(uint64_t sequence) override;
+  void agree(const shm::Fingerprint& fingerprint) override;
+
+  WorkPtr send(const at::Tensor& tensor, int peer, int tag) override;
+  WorkPtr recv(const at::Tensor& tensor, int peer, int tag) override;
+  WorkPtr recv_any(const at::Tensor& tensor, int tag) override;
+
+  std::shared_ptr<exchange::Exchange> make_exchange() override;
+  std::vector<std::vector<int>> hosts() const override { return hosts_; }
+  const std::shared_ptr<shm::Group>& host() const override { return host_; }
+
+  void set_timeout(std::chrono::milliseconds timeout) override;
+  bool aborted() const noexcept override { return host_->aborted(); }
+  void check() const override { host_->check(); }
+  void abort(const std::string& why) noexcept override;
+  void stop() override;
+
+ private:
+  struct Transfer {
+    int peer;
+    std::byte* data;
+    size_t num_bytes;
+  };
+
+  using HeapBuffer = std::unique_ptr<std::byte, std::function<void(std::byte*)>>;
+
+  // Where a rank is.
+  struct Place {
+    int host;
+    int index;  // among the ranks of its host
+  };
+
+  collectives::Call call(const shm::Fingerprint& print) const { return {*host_, print.sequence, &print}; }
+  int num_hosts() const { return static_cast<int>(hosts_.size()); }
+  bool is_here(int rank) const { return places_[rank].host == here_.host; }
+  // The rank of `host` that speaks for piece `index`.
+  int carrier(int host, int index) const { return hosts_[host][index % hosts_[host].size()]; }
+  int local_carrier(int index) const { return index % static_cast<int>(hosts_[here_.host].size()); }
+
+  // Whole calls, on all ranks of a host the same; where one ends the group, the other hosts hear why.
+  void guarded(const std::function<void()>& body);
+  // All ranks of all hosts call the same, or all throw. The first ranks of the hosts swap num_bytes at `mine` with it;
+  // element h of what they get is host h's.
+  std::vector<std::vector<std::byte>> meet(const shm::Fingerprint& print, const std::byte* mine, size_t num_bytes);
+  void settle(const shm::Fingerprint& print);  // meet, and know that all the others have
+  // Posts both lists, without waiting.
+  std::vector<HostLinks::MessagePtr> post(const std::vector<Transfer>& sends, const std::vector<Transfer>& receives);
+  void finish(const std::vector<HostLinks::MessagePtr>& messages, const shm::Fingerprint& print);
+  std::chrono::milliseconds patience() const;
+  Deadline between_hosts() const;
+  static size_t most_inline();  // bytes that meet() can take
+  void check_message(const at::Tensor& tensor, int peer, int tag, const char* what) const;
+
+  void reduce_all(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op);
+  void reduce_small(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op);
+  void reduce_in_blocks(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype,
+                        ReduceOp op);
+  void reduce_scatter_now(const shm::Fingerprint& print, const Inputs& inputs, std::byte* output, int64_t count,
+                          at::ScalarType dtype, ReduceOp op);
+  void gather_all(const shm::Fingerprint& print, const std::byte* input, const Outputs& outputs, int64_t count,
+                  at::ScalarType dtype);
+  std::byte* bounce_buffer(size_t num_bytes);  // in the heap; null where that is full
+  // [0, count) in as many pieces as the largest host has ranks, so that every rank of every host has one to carry.
+  std::vector<collectives::Piece> cut(std::byte* data, int64_t count, at::ScalarType dtype) const;
+
+  const std::vector<std::vector<int>> hosts_;
+  const int rank_;
+  const int size_;
+  const std::vector<Place> places_;  // of each rank
+  const Place here_;
+  const std::shared_ptr<shm::Group> host_;
+  std::atomic<int64_t> timeout_ms_;
+  const std::shared_ptr<HostLinks> links_;
+  HeapBuffer bounce_{nullptr, [](std::byte*) {}};
+};
+
+}  // namespace torchtp::backend

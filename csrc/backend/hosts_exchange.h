@@ -1,0 +1,43 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backend/group_exchange.h"
+#include "exchange/shm_exchange.h"
+
+namespace torchtp::backend {
+
+// Slabs of ranks of several hosts: over shared memory inside this rank's host, as messages to the others.
+class HostsExchange : public exchange::Exchange {
+ public:
+  // indices[r]: the place of rank r in the group `host` of this host; -1 for ranks of other hosts.
+  HostsExchange(int rank, std::vector<int> indices, std::shared_ptr<shm::Group> host, GroupExchange::Post post);
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(indices_.size()); }
+  uint64_t start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) override;
+  void finish(uint64_t ticket) override;
+
+ private:
+  class Turns;
+  class InTurn;
+
+  struct Pending {
+    uint64_t here;
+    uint64_t beyond;
+    std::shared_ptr<Turns> turns;
+  };
+
+  const int rank_;
+  const std::vector<int> indices_;
+  exchange::ShmExchange here_;
+  GroupExchange beyond_;
+  std::mutex mutex_;
+  uint64_t last_ticket_ = 0;
+  std::map<uint64_t, Pending> pending_;
+};
+
+}  // namespace torchtp::backend

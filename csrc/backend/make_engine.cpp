@@ -1,0 +1,65 @@
+#include "backend/make_engine.h"
+
+#include <algorithm>
+
+#include "backend/hosts_engine.h"
+#include "backend/shared_memory_engine.h"
+#include "backend/store_bootstrap.h"
+#include "backend/work.h"
+#include "core/error.h"
+#include "shm/hosts.h"
+
+namespace torchtp::backend {
+namespace {
+
+constexpr auto kLongestSearch = std::chrono::minutes(1);
+
+// Does a step everywhere; what fails on one rank is thrown on all.
+void together(shm::Bootstrap& bootstrap, const std::function<void()>& step) {
+  std::string trouble;
+  try {
+    step();
+  } catch (const std::exception& error) {
+    trouble = std::string("rank ") + std::to_string(bootstrap.rank()) + ": " + error.what();
+  }
+  for (const std::string& each : bootstrap.all_gather(trouble)) {
+    if (!each.empty()) throw Error("cannot make a process group of several hosts: " + each);
+  }
+}
+
+std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::vector<std::vector<int>>& hosts,
+                                          const shm::GroupOptions& group_options, const EngineOptions& options) {
+  const auto here = std::find_if(hosts.begin(), hosts.end(), [&](const std::vector<int>& host) {
+    return std::find(host.begin(), host.end(), bootstrap.rank()) != host.end();
+  });
+  std::shared_ptr<shm::Group> group;
+  together(bootstrap, [&] {
+    StoreBootstrap inside = bootstrap.among(*here);
+    shm::GroupOptions inside_options = group_options;
+    inside_options.called = *here;
+    group = shm::Group::create(inside, inside_options);
+  });
+  c10::intrusive_ptr<c10d::Backend> inner;
+  together(bootstrap, [&] { inner = options.make_hosts_group(bootstrap.prefix() + "/hosts"); });
+  return std::make_shared<HostsEngine>(hosts, bootstrap.rank(), std::move(group), std::move(inner));
+}
+
+}  // namespace
+
+MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options) {
+  try {
+    StoreBootstrap bootstrap(store, rank, size, options.timeout);
+    shm::GroupOptions group_options;
+    group_options.timeout = options.timeout;
+    group_options.name = options.group_name;
+    group_options.describe = collectives::describe;
+    const auto hosts =
+        shm::find_hosts(bootstrap, Deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestSearch)));
+    if (hosts.size() > 1) return {make_hosts_engine(bootstrap, hosts, group_options, options), bootstrap.prefix()};
+    return {std::make_shared<SharedMemoryEngine>(shm::Group::create(bootstrap, group_options)), bootstrap.prefix()};
+  } catch (...) {
+    std::rethrow_exception(as_dist_error(std::current_exception()));
+  }
+}
+
+}  // namespace torchtp::backend

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "backend/engine.h"
+
+namespace torchtp::backend {
+
+struct EngineOptions {
+  std::chrono::milliseconds timeout;
+  std::string group_name;  // in error messages
+  // An inner backend of all ranks, for what goes between hosts; collective.
+  std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& store_prefix)> make_hosts_group;
+};
+
+struct MadeEngine {
+  std::shared_ptr<Engine> engine;
+  std::string store_prefix;  // of this group's keys, and of no other's
+};
+
+// Finds out where the ranks are and makes the engine for that. Collective over the store, without Python's lock; throws
+// DistBackendError.
+MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options);
+
+}  // namespace torchtp::backend

@@ -1,0 +1,86 @@
+#include "backend/signal_watch.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "core/error.h"
+#include "core/format.h"
+
+namespace torchtp::backend {
+
+std::atomic<SignalWatch*> SignalWatch::current_{nullptr};
+
+SignalWatch::SignalWatch(const std::vector<int>& signals, std::function<void(int signal)> act)
+    : act_(std::move(act)), process_(getpid()) {
+  SignalWatch* none = nullptr;
+  if (!current_.compare_exchange_strong(none, this)) throw Error("signals are watched already in this process");
+  sem_init(&arrived_, 0, 0);
+  thread_ = std::thread([this] { watch(); });
+  for (const int signal : signals) {
+    struct sigaction action{};
+    action.sa_handler = &SignalWatch::handle;
+    action.sa_flags = SA_RESTART;
+    if (sigaction(signal, nullptr, &before_[signal]) != 0 || sigaction(signal, &action, nullptr) != 0) {
+      before_.erase(signal);  // no such signal, or one that cannot be caught
+    }
+  }
+}
+
+SignalWatch::~SignalWatch() {
+  while (!before_.empty()) give_back(before_.begin()->first);
+  current_.store(nullptr);
+  ending_.store(true);
+  if (getpid() != process_) {
+    thread_.detach();  // it did not come along into the child
+    return;
+  }
+  sem_post(&arrived_);
+  thread_.join();
+  sem_destroy(&arrived_);
+}
+
+// Unless somebody else has taken the signal from us meanwhile.
+void SignalWatch::give_back(int signal) {
+  const auto before = before_.find(signal);
+  struct sigaction now{};
+  if (before == before_.end()) return;
+  if (sigaction(signal, nullptr, &now) == 0 && now.sa_handler == &SignalWatch::handle) {
+    sigaction(signal, &before->second, nullptr);
+  }
+  before_.erase(before);
+}
+
+// Only what is allowed in a handler.
+void SignalWatch::handle(int signal) {
+  const int error = errno;
+  SignalWatch* const watch = current_.load();
+  if (watch != nullptr && getpid() == watch->process_) {
+    watch->signal_.store(signal);
+    sem_post(&watch->arrived_);
+  } else {
+    // A forked child: as if we were not there.
+    std::signal(signal, SIG_DFL);
+    kill(getpid(), signal);
+  }
+  errno = error;
+}
+
+void SignalWatch::watch() {
+  // The signals are for the program's threads, as they would be without this one.
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  while (true) {
+    if (sem_wait(&arrived_) != 0) continue;
+    if (ending_.load()) return;
+    const int signal = signal_.exchange(0);
+    if (signal == 0) continue;
+    act_(signal);
+    give_back(signal);
+    kill(process_, signal);
+  }
+}
+
+}  // namespace torchtp::backend

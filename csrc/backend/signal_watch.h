@@ -1,0 +1,41 @@
+#pragma once
+
+#include <semaphore.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <csignal>
+#include <functional>
+#include <map>
+#include <thread>
+#include <vector>
+
+namespace torchtp::backend {
+
+// Calls `act` on a thread of its own when one of the signals arrives, then lets happen what would have happened without
+// us: the handler that was there before, or the signal's default. At most one in a process. A forked child is not
+// watched.
+class SignalWatch {
+ public:
+  SignalWatch(const std::vector<int>& signals, std::function<void(int signal)> act);
+  ~SignalWatch();
+  SignalWatch(const SignalWatch&) = delete;
+  SignalWatch& operator=(const SignalWatch&) = delete;
+
+ private:
+  static void handle(int signal);
+  void watch();
+  void give_back(int signal);
+
+  static std::atomic<SignalWatch*> current_;
+
+  const std::function<void(int)> act_;
+  const pid_t process_;
+  std::map<int, struct sigaction> before_;
+  sem_t arrived_;
+  std::atomic<int> signal_{0};  // the one that arrived
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+}  // namespace torchtp::backend

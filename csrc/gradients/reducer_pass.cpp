@@ -1,0 +1,303 @@
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "gradients/agreement.h"
+#include "gradients/bucket_plan.h"
+#include "gradients/reducer.h"
+
+// What a pass does; see NOTE [passes].
+namespace torchtp::gradients {
+
+void Reducer::before_accumulation() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (in_pass_) return;
+  settle();
+  if (!sync_ || !trains() || is_between()) return;
+  begin();
+  in_pass_ = true;
+  begin_backward(weak_from_this());
+}
+
+bool Reducer::trains() const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const Parameter& parameter) { return parameter.tensor.requires_grad(); });
+}
+
+bool Reducer::is_between() {
+  if (interval_ == 1) return false;
+  const int task = current_backward();
+  if (task != last_task_) ++num_local_;
+  last_task_ = task;
+  return num_local_ < interval_;
+}
+
+void Reducer::before_output() {
+  std::vector<Accumulator> accumulators;
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.accumulator) accumulators.push_back(parameter.accumulator);
+  }
+  if (accumulates_into(accumulators)) before_accumulation();
+}
+
+void Reducer::begin() {
+  if (records_) begin_ = now();
+  next_bucket_ = 0;
+  events_.clear();
+  order_.clear();
+  num_missing_.assign(buckets_.size(), 0);
+  for (Parameter& parameter : parameters_) {
+    const bool trained = parameter.tensor.requires_grad();
+    TORCH_CHECK(!trained || (parameter.accumulator && (parameter.travels || buckets_.empty())),
+                "gradients: parameter '", parameter.name,
+                "' was frozen before and is trained now; call prepare() before forward on every rank");
+    parameter.ready = !trained;
+    parameter.with_graph.reset();
+    if (trained && parameter.travels && !buckets_.empty()) ++num_missing_[parameter.bucket];
+  }
+}
+
+void Reducer::after_accumulation(size_t index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!in_pass_) return;
+  Parameter& parameter = parameters_[index];
+  note(Event::Kind::kReady, index);
+  if (buckets_.empty()) {
+    if (!parameter.ready) order_.push_back(static_cast<int64_t>(index));
+    parameter.ready = true;
+    return;
+  }
+  TORCH_CHECK(parameter.bucket >= next_bucket_, "gradients: parameter '", parameter.name,
+              "' got a second gradient in one backward when the first had already left; a parameter shared by parts "
+              "that are checkpointed needs checkpoint(use_reentrant=False)");
+  buckets_[parameter.bucket].note_writer();
+  stow(parameter);
+  if (parameter.ready) return;
+  parameter.ready = true;
+  --num_missing_[parameter.bucket];
+  start_ready();
+}
+
+// What a bucket that does not pack needs beforehand: the gradient in its view. One copy after
+// zero_grad(set_to_none=True), none otherwise.
+void Reducer::stow(Parameter& parameter) {
+  const Bucket& bucket = buckets_[parameter.bucket];
+  const at::Tensor& view = bucket.view(parameter.slot);
+  const at::Tensor& own = gradient(parameter);
+  if (own.defined() && is_same_memory(own, view)) return;
+  at::NoGradGuard no_grad;
+  if (own.defined()) check_fits(parameter, view);
+  if (bucket.packs()) return;
+  if (!own.defined()) {
+    view.zero_();
+    return;
+  }
+  view.copy_(own);
+  keep(parameter);
+}
+
+void Reducer::check_fits(Parameter& parameter, const at::Tensor& view) {
+  const at::Tensor& own = gradient(parameter);
+  TORCH_CHECK(own.layout() == at::kStrided && own.scalar_type() == view.scalar_type() && own.sizes() == view.sizes() &&
+                  own.device() == view.device(),
+              "gradients: the gradient of parameter '", parameter.name, "' must be dense ",
+              c10::toString(view.scalar_type()), " ", view.sizes(), " on ", view.device(), ", but it is ", own.layout(),
+              " ", c10::toString(own.scalar_type()), " ", own.sizes(), " on ", own.device(),
+              "; sparse gradients and parameters changed after the reducer was made are not supported");
+}
+
+// The view that holds the gradient's numbers becomes the gradient, unless its graph goes on.
+void Reducer::keep(Parameter& parameter) {
+  at::Tensor& own = gradient(parameter);
+  const at::Tensor& view = buckets_[parameter.bucket].view(parameter.slot);
+  if (!own.defined() || is_same_memory(own, view)) return;
+  if (own.grad_fn()) {
+    parameter.with_graph = own;
+  } else {
+    own = view;
+  }
+}
+
+void Reducer::start_ready() {
+  while (next_bucket_ < buckets_.size() && num_missing_[next_bucket_] == 0) start(next_bucket_, false);
+}
+
+void Reducer::start_rest(bool failed) {
+  while (next_bucket_ < buckets_.size()) start(next_bucket_, failed);
+}
+
+void Reducer::start(size_t index, bool failed) {
+  at::NoGradGuard no_grad;
+  Bucket& bucket = buckets_[index];
+  const std::vector<size_t>& members = members_[index];
+  std::vector<at::Tensor> gradients;
+  for (const size_t member : members) {
+    Parameter& parameter = parameters_[member];
+    gradients.push_back(gradient(parameter));
+    if (!failed && (!parameter.ready || !gradients.back().defined())) stow(parameter);
+  }
+  note(Event::Kind::kStart, index);
+  bucket.measure(records_);
+  next_bucket_ = index + 1;
+  bucket.start(collective_, gradients, failed);
+  if (bucket.packs() && !failed) {
+    for (const size_t member : members) keep(parameters_[member]);
+  }
+  statistics_.num_bytes += bucket.num_bytes();
+}
+
+// The order of rank 0, and what the buckets are from now on.
+void Reducer::plan() {
+  std::vector<bool> seen(parameters_.size(), false);
+  for (const int64_t index : order_) seen[index] = true;
+  std::vector<Traveller> travellers;
+  for (Parameter& parameter : parameters_) {
+    const at::Tensor& tensor = parameter.tensor;
+    parameter.travels = tensor.requires_grad();
+    travellers.push_back(
+        {static_cast<int64_t>(tensor.nbytes()),
+         std::string(c10::toString(c10::toRealValueType(tensor.scalar_type()))) + " " + tensor.device().str()});
+  }
+  // Those that got none come last, from the last one on, as in most backwards.
+  for (size_t index = parameters_.size(); index-- > 0;) {
+    if (!seen[index] && parameters_[index].travels) order_.push_back(static_cast<int64_t>(index));
+  }
+  order_ = take_order(collective_, order_, parameters_.front().tensor.device());
+  members_ = plan_buckets(travellers, order_, options_.first_bucket_bytes, options_.bucket_bytes);
+  std::vector<Bucket> buckets;
+  for (size_t index = 0; index < members_.size(); ++index) {
+    std::vector<at::Tensor> tensors;
+    for (size_t slot = 0; slot < members_[index].size(); ++slot) {
+      Parameter& parameter = parameters_[members_[index][slot]];
+      parameter.bucket = index;
+      parameter.slot = slot;
+      // Stowed with the others when the bucket starts.
+      parameter.ready = false;
+      tensors.push_back(parameter.tensor);
+    }
+    const bool is_last = index + 1 == members_.size();
+    const auto side = side_stream(tensors.front().device());
+    std::string label = "bucket " + std::to_string(index) + ": " + parameters_[members_[index].front()].name;
+    if (members_[index].size() > 1) label += " ...";
+    buckets.emplace_back(collective_, std::move(tensors), std::move(label), is_last ? collective_.size() : 0, options_,
+                         side);
+  }
+  buckets_ = std::move(buckets);
+  next_bucket_ = 0;
+}
+
+std::shared_ptr<const SideStream> Reducer::side_stream(const at::Device& device) {
+  std::shared_ptr<const SideStream>& side = side_streams_[device.str()];
+  if (!side) side = std::make_shared<SideStream>(device);
+  return side;
+}
+
+void Reducer::end_of_backward(bool nested) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!in_pass_) return;
+  if (nested) {
+    TORCH_WARN_ONCE(
+        "gradients: a backward inside a backward (checkpoint with use_reentrant=True) reduces all gradients each time; "
+        "use checkpoint(use_reentrant=False), or have the reducer watch the model's output");
+  }
+  in_pass_ = false;
+  finish_or_tell();
+}
+
+void Reducer::finish_or_tell() {
+  num_local_ = 0;
+  try {
+    finish();
+  } catch (...) {
+    failed_ = true;
+    tell_failure();
+    throw;
+  }
+}
+
+void Reducer::finish() {
+  at::NoGradGuard no_grad;
+  note(Event::Kind::kEndOfBackward, 0);
+  if (records_) end_of_backward_ = now();
+  if (buckets_.empty()) plan();
+  start_rest(false);
+  for (size_t index = 0; index < buckets_.size(); ++index) {
+    buckets_[index].wait(collective_);
+    note(Event::Kind::kDone, index);
+  }
+  for (Parameter& parameter : parameters_) {
+    if (parameter.travels) hand_out(parameter);
+  }
+  ++statistics_.num_backwards;
+  if (records_) measure();
+  const std::vector<int> failures = buckets_.back().failed_ranks();
+  TORCH_CHECK(failures.empty(), "gradients: backward raised an exception on rank ", failures.front(),
+              ", so the gradients of this backward are not those of the whole batch; zero them before the next one");
+}
+
+void Reducer::hand_out(Parameter& parameter) {
+  const Bucket& bucket = buckets_[parameter.bucket];
+  const at::Tensor& view = bucket.view(parameter.slot);
+  at::Tensor& own = gradient(parameter);
+  if (parameter.with_graph.defined()) {
+    // The value is the mean, the graph this rank's own: by the mean rule the mean of what the ranks then hand out is
+    // the gradient through all of them.
+    at::AutoGradMode with_grad(true);
+    own = view.clone() + (parameter.with_graph - parameter.with_graph.detach());
+    parameter.with_graph.reset();
+  } else if (!own.defined() && bucket.present_somewhere(parameter.slot)) {
+    own = view;
+  }
+}
+
+void Reducer::abandoned_backward() noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!in_pass_) return;
+  in_pass_ = false;
+  failed_ = true;
+  tell_failure();
+}
+
+void Reducer::tell_failure() noexcept {
+  if (buckets_.empty()) return;  // settle() will
+  try {
+    start_rest(true);
+  } catch (const std::exception& error) {
+    TORCH_WARN("gradients: after an exception in backward the other ranks could not be told: ", error.what());
+  }
+}
+
+void Reducer::settle() {
+  if (!failed_) return;
+  at::NoGradGuard no_grad;
+  failed_ = false;
+  if (buckets_.empty()) {
+    plan();
+    start_rest(true);
+  }
+  for (Bucket& bucket : buckets_) {
+    if (bucket.started()) bucket.wait(collective_);
+  }
+}
+
+void Reducer::note(Event::Kind kind, size_t index) {
+  if (records_) events_.push_back({kind, index});
+}
+
+Instant Reducer::now() const { return Instant::now(parameters_.front().tensor.device()); }
+
+void Reducer::measure() {
+  std::vector<Span> spans;
+  const Instant last = now();
+  for (const Bucket& bucket : buckets_) {
+    if (!bucket.started_at()) continue;  // recording began with this pass under way
+    // Without an answer from the work's future the span ended by now.
+    const Instant done = bucket.done_at().value_or(last);
+    spans.push_back({bucket.started_at()->after(begin_), done.after(begin_)});
+  }
+  const Coverage coverage = cover(std::move(spans), end_of_backward_.after(begin_));
+  statistics_.communication_seconds += coverage.all;
+  statistics_.hidden_seconds += coverage.before_limit;
+}
+
+}  // namespace torchtp::gradients

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shm/group.h"
+#include "shm/liveness.h"
+
+namespace torchtp::shm {
+
+// "rank 2", "ranks 1, 3", as the ranks are called (see GroupOptions).
+std::string rank_list(uint64_t mask, const std::vector<int>& called);
+
+// What one long wait learns about the ranks it waits for: who was stopped, and since when at least.
+class Stall {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Stall(const Liveness& liveness, const std::vector<int>& called)
+      : liveness_(liveness), called_(called), begin_(Clock::now()) {}
+
+  // Looks at the processes of the ranks that are missing, at most every 50 ms.
+  void look(Awaited& awaited);
+  std::chrono::nanoseconds age() const { return Clock::now() - begin_; }
+  // "allreduce #7 (...): ranks 1, 3 have not arrived after <10 s>; rank 1 runs and last called ...; rank 3 stopped
+  // (SIGSTOP) 9.8 s ago".
+  std::string describe(Awaited& awaited, const std::string& time) const;
+
+ private:
+  std::string state_of(int rank) const;
+
+  const Liveness& liveness_;
+  const std::vector<int>& called_;
+  const Clock::time_point begin_;
+  Clock::time_point looked_at_ = begin_;
+  std::array<Clock::time_point, kMaxRanks> stopped_at_{};
+};
+
+}  // namespace torchtp::shm

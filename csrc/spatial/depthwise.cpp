@@ -1,0 +1,299 @@
+#include "spatial/depthwise.h"
+
+#include <ATen/Dispatch_v2.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "kernels/depthwise.h"
+#include "kernels/depthwise_weight_grad.h"
+#include "spatial/convolution_geometry.h"
+#include "spatial/device.h"
+#include "spatial/halos.h"
+#include "spatial/op.h"
+#include "spatial/slab.h"
+#ifdef TORCHTP_CUDA
+#include "kernels/depthwise_cuda.h"
+#include "kernels/depthwise_weight_grad_cuda.h"
+#endif
+
+#define TORCHTP_DEPTHWISE_TYPES at::kFloat, at::kHalf, at::kBFloat16
+
+namespace torchtp::spatial {
+namespace {
+
+using kernels::DepthwiseParams;
+using kernels::HaloPlanes;
+using kernels::Part;
+using Wanted = std::vector<std::vector<Interval>>;  // of every cut, every rank
+
+int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
+
+// Pulls what lies beside own rows and columns: rows first, then columns of all those rows.
+class Surroundings {
+ public:
+  // `own` is dense in `format`; so are all pieces.
+  Surroundings(const at::Tensor& own, at::MemoryFormat format, const std::vector<Cut>& cuts, const Wanted& wanted)
+      : own_(own), format_(format) {
+    extents_ = {narrow(own.size(1)), narrow(own.size(2)), narrow(own.size(3))};
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      const auto [before, after] = beside(*cuts[i].group.plans->get(cuts[i].extent, cuts[i].group.rank, wanted[i]));
+      (cuts[i].dim == 2 ? extents_.rows_above : extents_.columns_left) = narrow(before.size());
+      (cuts[i].dim == 2 ? extents_.rows_below : extents_.columns_right) = narrow(after.size());
+      if (cuts[i].dim == 2) {
+        rows_.emplace(own, cuts[i], wanted[i]);
+      } else {
+        across_ = &cuts[i];
+        wanted_across_ = &wanted[i];
+      }
+    }
+    if (across_ && !rows_) columns_.emplace(own, *across_, *wanted_across_);
+  }
+
+  const kernels::HaloExtents& extents() const { return extents_; }
+  // Everything is there for what is enqueued afterwards.
+  void wait() {
+    if (rows_) {
+      rows_->wait();
+      above_ = in_format(rows_->before());
+      below_ = in_format(rows_->after());
+      if (across_) columns_.emplace(stacked(), 2, *across_, *wanted_across_);
+    }
+    if (columns_) {
+      columns_->wait();
+      left_ = in_format(columns_->before());
+      right_ = in_format(columns_->after());
+    }
+  }
+  void release() {
+    if (columns_) columns_->release();
+    if (rows_) rows_->release();
+  }
+  // Before wait() with own rows and columns alone.
+  template <typename T>
+  HaloPlanes<T> planes() const {
+    return {extents_, data<T>(own_), data<T>(above_), data<T>(below_), data<T>(left_), data<T>(right_)};
+  }
+
+ private:
+  template <typename T>
+  static const T* data(const at::Tensor& piece) {
+    return piece.defined() ? piece.const_data_ptr<T>() : nullptr;
+  }
+  // A piece beside a shard without rows may have come in the other one.
+  at::Tensor in_format(const at::Tensor& piece) const { return piece.contiguous(format_); }
+
+  std::vector<at::Tensor> stacked() const {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& piece : {above_, own_, below_}) {
+      if (piece.size(2) > 0) pieces.push_back(piece);
+    }
+    return pieces.empty() ? std::vector<at::Tensor>{own_} : pieces;
+  }
+
+  const at::Tensor own_;
+  const at::MemoryFormat format_;
+  at::Tensor above_, below_, left_, right_;
+  kernels::HaloExtents extents_{};
+  std::optional<Halos> rows_, columns_;
+  const Cut* across_ = nullptr;
+  const std::vector<Interval>* wanted_across_ = nullptr;
+};
+
+// Calls compute(part, planes): once where all is own, else for the interior and, when halos are there, for the border.
+template <typename T, typename Compute>
+void inside_then_border(Surroundings& surroundings, const Compute& compute) {
+  if (!surroundings.extents().has_halo()) {
+    surroundings.wait();  // others may want something
+    compute(Part::kAll, surroundings.planes<T>());
+    return;
+  }
+  compute(Part::kInterior, surroundings.planes<T>());
+  surroundings.wait();
+  compute(Part::kBorder, surroundings.planes<T>());
+}
+
+template <typename T>
+void run_forward(const HaloPlanes<T>& planes, const T* weight, const T* bias, const at::Tensor& out,
+                 const DepthwiseParams& params, Part part) {
+#ifdef TORCHTP_CUDA
+  if (is_on_device(out)) {
+    const OnDevice device(out);
+    kernels::launch_depthwise(planes, weight, bias, out.mutable_data_ptr<T>(), params, part, device.stream());
+    return;
+  }
+#endif
+  kernels::depthwise_cpu(planes, weight, bias, out.mutable_data_ptr<T>(), params, part);
+}
+
+template <typename T>
+void run_input_grad(const HaloPlanes<T>& dy, const T* weight, const at::Tensor& dx, const DepthwiseParams& params,
+                    Part part) {
+#ifdef TORCHTP_CUDA
+  if (is_on_device(dx)) {
+    const OnDevice device(dx);
+    kernels::launch_depthwise_input_grad(dy, weight, dx.mutable_data_ptr<T>(), params, part, device.stream());
+    return;
+  }
+#endif
+  kernels::depthwise_input_grad_cpu(dy, weight, dx.mutable_data_ptr<T>(), params, part);
+}
+
+template <typename T>
+void run_weight_grad(const HaloPlanes<T>& x, const HaloPlanes<T>& dy, const at::Tensor& dw,
+                     const DepthwiseParams& params) {
+  const int64_t floats = kernels::depthwise_weight_grad_scratch(x, dy, params, most_shared_bytes(dw));
+  const at::Tensor scratch = at::empty({floats}, dw.options().dtype(at::kFloat));
+  float* const memory = scratch.mutable_data_ptr<float>();
+#ifdef TORCHTP_CUDA
+  if (is_on_device(dw)) {
+    const OnDevice device(dw);
+    kernels::launch_depthwise_weight_grad(x, dy, dw.mutable_data_ptr<T>(), memory, params, device.stream());
+    return;
+  }
+#endif
+  kernels::depthwise_weight_grad_cpu(x, dy, dw.mutable_data_ptr<T>(), memory, params);
+}
+
+// Of this rank, from what it owns of input and output.
+DepthwiseParams params_of(const at::Tensor& input, at::IntArrayRef out_sizes, const at::Tensor& weight,
+                          const ConvolutionParams& params, const std::vector<Cut>& cuts) {
+  const auto axis = [&](size_t index) {
+    const Window window = window_of(params, weight, index);
+    int64_t offset = window.padding;
+    for (const Cut& cut : cuts) {
+      if (cut.dim != static_cast<int64_t>(index) + 2) continue;
+      const Interval out = owned(output_extent(window, cut.extent), cut.group.size, cut.group.rank);
+      offset += cut.own().begin - window.stride * out.begin;
+    }
+    return kernels::DepthwiseAxis{narrow(window.kernel), narrow(window.stride), narrow(window.dilation),
+                                  narrow(offset)};
+  };
+  return {input.size(0),
+          narrow(input.size(1)),
+          narrow(input.size(2)),
+          narrow(input.size(3)),
+          narrow(out_sizes[2]),
+          narrow(out_sizes[3]),
+          axis(0),
+          axis(1),
+          input.suggest_memory_format() == at::MemoryFormat::ChannelsLast};
+}
+
+bool is_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  return has_cuda_kernels(input) && input.dim() == 4 && weight.scalar_type() == input.scalar_type() &&
+         !params.transposed && params.groups == input.size(1) && weight.size(0) == input.size(1) &&
+         weight.size(1) == 1 && weight.size(2) <= 31 && weight.size(3) <= 31;
+}
+
+bool unit_steps(const ConvolutionParams& params) {
+  return params.stride[0] == 1 && params.stride[1] == 1 && params.dilation[0] == 1 && params.dilation[1] == 1;
+}
+
+}  // namespace
+
+bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  if (!is_depthwise(input, weight, params)) return false;
+  const bool twos = params.stride[0] == 2 && params.stride[1] == 2 && params.dilation[0] == 1 &&
+                    params.dilation[1] == 1 && weight.size(2) == weight.size(3) &&
+                    (weight.size(2) == 3 || weight.size(2) == 7);
+  return unit_steps(params) || twos;
+}
+
+bool has_depthwise_backward(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  return is_depthwise(input, weight, params) && unit_steps(params);
+}
+
+at::Tensor depthwise(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                     const ConvolutionParams& params, const std::vector<Cut>& cuts) {
+  const at::Tensor x = dense(input), w = weight.contiguous();
+  const at::Tensor b = bias ? bias->to(x.scalar_type()).contiguous() : at::Tensor();
+  std::vector<int64_t> sizes = x.sizes().vec();
+  for (size_t index = 0; index < 2; ++index) {
+    sizes[index + 2] = convolution_extent(params, weight, index, x.size(static_cast<int64_t>(index) + 2));
+  }
+  Wanted wanted;
+  for (const Cut& cut : cuts) {
+    const Window window = window_of(params, weight, cut.dim - 2);
+    wanted.push_back(read_by_outputs(cut, window));
+    sizes[cut.dim] = owned(output_extent(window, cut.extent), cut.group.size, cut.group.rank).size();
+  }
+  const auto numbers = params_of(x, sizes, weight, params, cuts);
+  Surroundings surroundings(x, x.suggest_memory_format(), cuts, wanted);
+  const at::Tensor y = at::empty(sizes, x.options(), x.suggest_memory_format());
+  AT_DISPATCH_V2(x.scalar_type(), "depthwise", AT_WRAP([&] {
+                   inside_then_border<scalar_t>(surroundings, [&](Part part, const HaloPlanes<scalar_t>& planes) {
+                     run_forward(planes, w.const_data_ptr<scalar_t>(),
+                                 b.defined() ? b.const_data_ptr<scalar_t>() : nullptr, y, numbers, part);
+                   });
+                 }),
+                 TORCHTP_DEPTHWISE_TYPES);
+  surroundings.release();
+  return y;
+}
+
+std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                                                      const at::Tensor& weight, const ConvolutionParams& params,
+                                                      const std::array<bool, 3>& output_mask,
+                                                      const std::vector<Cut>& cuts) {
+  const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format()), w = weight.contiguous();
+  std::vector<Cut> output_cuts = cuts;
+  Wanted wanted;
+  for (Cut& cut : output_cuts) {
+    const Window window = window_of(params, weight, cut.dim - 2);
+    const int64_t extent = output_extent(window, cut.extent);
+    wanted.push_back(readers_of_inputs(cut, window, extent));
+    cut.extent = extent;
+  }
+  const auto numbers = params_of(x, dy.sizes(), weight, params, cuts);
+  Surroundings surroundings(dy, x.suggest_memory_format(), output_cuts, wanted);
+  at::Tensor dx, dw;
+  if (output_mask[0]) dx = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
+  if (output_mask[1]) dw = at::empty(w.sizes(), w.options());
+  AT_DISPATCH_V2(x.scalar_type(), "depthwise_backward", AT_WRAP([&] {
+                   inside_then_border<scalar_t>(surroundings, [&](Part part, const HaloPlanes<scalar_t>& planes) {
+                     if (dx.defined()) run_input_grad(planes, w.const_data_ptr<scalar_t>(), dx, numbers, part);
+                   });
+                   if (!dw.defined()) return;
+                   HaloPlanes<scalar_t> own{{numbers.channels, numbers.in_height, numbers.in_width},
+                                            x.const_data_ptr<scalar_t>()};
+                   run_weight_grad(own, surroundings.planes<scalar_t>(), dw, numbers);
+                 }),
+                 TORCHTP_DEPTHWISE_TYPES);
+  surroundings.release();
+  return {dx, dw};
+}
+
+namespace {
+
+ConvolutionParams op_params(const at::Tensor& input, at::IntArrayRef stride, at::IntArrayRef padding,
+                            at::IntArrayRef dilation) {
+  return {stride.vec(), padding.vec(), dilation.vec(), {0, 0}, false, input.size(1)};
+}
+
+at::Tensor depthwise_op(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                        at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
+  return depthwise(input, weight, bias, op_params(input, stride, padding, dilation),
+                   make_cuts(cut_dims, cut_extents, cut_groups, 4));
+}
+
+std::tuple<at::Tensor, at::Tensor> depthwise_backward_op(const at::Tensor& grad_output, const at::Tensor& input,
+                                                         const at::Tensor& weight, at::IntArrayRef stride,
+                                                         at::IntArrayRef padding, at::IntArrayRef dilation,
+                                                         at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
+                                                         const Groups& cut_groups) {
+  return depthwise_backward(grad_output, input, weight, op_params(input, stride, padding, dilation),
+                            {true, true, false}, make_cuts(cut_dims, cut_extents, cut_groups, 4));
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("depthwise", depthwise_op);
+  m.impl("depthwise_backward", depthwise_backward_op);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torchtp, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(torchtp, CUDA, m) { register_kernels(m); }
+
+}  // namespace torchtp::spatial

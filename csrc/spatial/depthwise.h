@@ -1,0 +1,27 @@
+#pragma once
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "spatial/convolution.h"
+
+namespace torchtp::spatial {
+
+// Whether convolution and its backward go to the kernels of kernels/depthwise.h: on CUDA, for windows that have fast
+// programs. The same answer on all ranks.
+bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
+bool has_depthwise_backward(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
+
+// As convolution and convolution_backward, for one filter a channel of [N, C, H, W] of float, bfloat16 or float16, any
+// stride and dilation. Halos stay where they arrive; what needs none is computed while they are on their way. On the
+// CPU the kernels' twin runs: for tests of this way, right and not fast.
+at::Tensor depthwise(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                     const ConvolutionParams& params, const std::vector<Cut>& cuts);
+std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                                                      const at::Tensor& weight, const ConvolutionParams& params,
+                                                      const std::array<bool, 3>& output_mask,
+                                                      const std::vector<Cut>& cuts);
+
+}  // namespace torchtp::spatial

@@ -1,0 +1,33 @@
+"""The blocks of networks.py with torchtp's layers, which keep less for backward and run its kernels on a GPU.
+
+Parameters have the same names, so checkpoints of either load into the other. They work on plain tensors of one device,
+without a process group, and inside `torchtp.parallelize`.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from networks import Block
+from torch import Tensor, nn
+
+import torchtp.nn as tnn
+
+
+class FusedBlock(Block):
+    """A ConvNeXt block: LayerNorm over C in one pass, and layer scale, DropPath and residual in another."""
+
+    def __init__(self, num_channels: int, drop_path: float):
+        super().__init__(num_channels, drop_path)
+        self.depthwise = tnn.Conv2d(num_channels, num_channels, 7, padding=3, groups=num_channels)
+        self.norm = channel_norm(num_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.depthwise(x)).permute(0, 2, 3, 1)
+        y = self.project(F.gelu(self.expand(y))).permute(0, 3, 1, 2)
+        path = self.drop_path
+        keep = path.mask.flatten() if path.mask is not None and path.training and path.probability > 0 else None
+        return tnn.layer_scale(x, y, self.scale, keep)
+
+
+def channel_norm(num_channels: int) -> nn.Module:
+    return tnn.LayerNorm2d(num_channels, eps=1e-6)

@@ -1,0 +1,54 @@
+// Who is on whose host: here all ranks are, and a rank that others cannot reach is alone. Real hosts:
+// tests/test_hosts.py.
+
+#include "shm/hosts.h"
+#include "check.h"
+#include "ranks.h"
+
+using torchtp::Deadline;
+using torchtp::test::run_threads;
+using namespace torchtp::shm;
+
+namespace {
+
+const auto kSoon = std::chrono::seconds(30);
+
+// Tells the others an address that leads nowhere, as if it lay on another host.
+class Elsewhere final : public Bootstrap {
+ public:
+  Elsewhere(Bootstrap& inner, bool away) : inner_(inner), away_(away) {}
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    const bool address = first_ && away_;
+    first_ = false;
+    std::vector<std::string> all = inner_.all_gather(address ? "+" + std::string(64, '0') : mine);
+    if (address) {
+      for (std::string& each : all) each = "+" + std::string(64, '0');
+    }
+    return all;
+  }
+
+ private:
+  Bootstrap& inner_;
+  const bool away_;
+  bool first_ = true;
+};
+
+void check_hosts(int size, int away, const std::vector<std::vector<int>>& expected) {
+  run_threads(size, [&](Bootstrap& bootstrap) {
+    Elsewhere mine(bootstrap, bootstrap.rank() == away);
+    CHECK(find_hosts(mine, Deadline(kSoon)) == expected);
+  });
+}
+
+}  // namespace
+
+int main() {
+  return torchtp::test::run({
+      {"one rank is a host", [] { check_hosts(1, -1, {{0}}); }},
+      {"ranks of one process share a host", [] { check_hosts(4, -1, {{0, 1, 2, 3}}); }},
+      {"the first rank is away", [] { check_hosts(3, 0, {{0}, {1, 2}}); }},
+      {"a rank in the middle is away", [] { check_hosts(4, 2, {{0, 1, 3}, {2}}); }},
+  });
+}

@@ -1,0 +1,4 @@
+#pragma once
+
+// All that the launchers' headers take from CUDA.
+using cudaStream_t = void*;

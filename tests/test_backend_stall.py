@@ -1,0 +1,70 @@
+"""What the backend torchtp says of a rank that does not come, and how long it waits for it."""
+
+import datetime
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtp import backend
+from torchtp.gradients import GradientReducer
+from torchtp.testing import run_ranks
+
+
+def _stopped_in_backward():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    reducer = GradientReducer(model, group)
+    model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 1:
+        model[1].register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except dist.DistBackendError as error:
+        first = str(error)
+    if dist.get_rank() == 0:
+        os.kill(pids[1], signal.SIGCONT)
+    with pytest.raises(dist.DistBackendError) as later:
+        dist.barrier(group)
+    del reducer
+    return first, str(later.value)
+
+
+def test_a_stopped_rank_is_named_with_the_bucket_it_is_missing_from():
+    errors = run_ranks(_stopped_in_backward, 2, backend="torchtp")
+    assert len({text for pair in errors for text in pair}) == 1, errors
+    for part in (
+        "allreduce #",
+        "(AVG, fp32, 70 elements, bucket 0: 1.bias ...)",
+        "rank 1 has not arrived after 2 s (the timeout of rank 0)",
+        "rank 1 stopped (SIGSTOP) ",
+        "s ago and last called allreduce #",
+    ):
+        assert part in errors[0][0], errors[0][0]
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        (dist.constants.default_pg_timeout, None, 300),
+        (dist.constants.default_pg_timeout, "7.5", 7.5),
+        (datetime.timedelta(seconds=3), "7.5", 3),
+    ],
+)
+def test_the_timeout_is_the_callers_or_the_environments_or_five_minutes(monkeypatch, given, environment, expected):
+    monkeypatch.delenv("TORCHTP_TIMEOUT", raising=False)
+    if environment:
+        monkeypatch.setenv("TORCHTP_TIMEOUT", environment)
+    assert backend.timeout_of(given).total_seconds() == expected
+
+
+@pytest.mark.parametrize("text", ["", "5 min", "-1", "0", "nan"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
+    monkeypatch.setenv("TORCHTP_TIMEOUT", text)
+    with pytest.raises(ValueError, match="TORCHTP_TIMEOUT must be a positive number of seconds"):
+        backend.timeout_of(dist.constants.default_pg_timeout)

@@ -1,0 +1,83 @@
+"""What stands between ops and kernels, executed without a GPU.
+
+The ops are built once more for a device whose memory is the CPU's and whose launches run the kernels' programs there, one
+block after the other (tests/device); on it test_cuda.py runs as on a GPU. New tensors of it hold NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TORCH = Path(torch.__file__).parent
+
+
+pytestmark = pytest.mark.long  # two minutes of compiling on one core
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    place = ROOT / "build" / "device" / f"torch{torch.__version__}"
+    # As torch was built; 2.13's headers need C++20.
+    standard = 20 if torch.__version__.split(".")[:2] >= ["2", "12"] else 17
+    jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+    command = ["make", "-s", "-j", jobs, "-f", "tests/device/Makefile", f"BUILD={place}", f"TORCH={TORCH}"]
+    done = subprocess.run([*command, f"STANDARD={standard}"], cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return place / "device.so"
+
+
+@pytest.mark.timeout(1800)
+def test_ops_reach_their_kernels_rightly(library):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120", "tests/test_cuda.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "TORCHTP_TEST_DEVICE": str(library)}, capture_output=True, text=True, timeout=1700
+    )  # fmt: skip
+    # Not the exit status: a process that leaves with the device's threads running may crash behind its last line.
+    summary = re.search(r"^(\d+) passed, 4 skipped", done.stdout, re.M)  # these say why
+    assert summary and int(summary[1]) > 100, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, "tests")
+import pretended, torch, torchtp
+count = pretended.load(sys.argv[1]).torchtp_num_launches
+ops, cut = torch.ops.torchtp, ([], [], [])
+
+def device(*sizes):
+    return torch.randn(sizes).to(pretended.DEVICE).requires_grad_()
+
+def launches(run):
+    before = count()
+    out = run()
+    forward = count() - before
+    out.backward(torch.ones(out.shape).to(pretended.DEVICE))
+    return forward, count() - before - forward
+
+x, w, b, g = device(2, 4, 9, 8), device(4, 1, 7, 7), device(4), device(4)
+print(launches(lambda: ops.convolution(x, w, b, [1, 1], [3, 3], [1, 1], False, [0, 0], 4, *cut)))
+print(launches(lambda: ops.layer_norm_channels_first(x, g, b, 1e-5)[0]))
+print(launches(lambda: ops.batch_norm(x, g, b, None, None, True, 0.1, 1e-5, [])[0]))
+print(launches(lambda: ops.group_norm(x, g, b, 2, 1e-5, [])[0]))
+print(launches(lambda: ops.interpolate(x, "linear", [5, 12], [0.0, 0.0], False, *cut)))
+print(launches(lambda: ops.layer_scale(x, x, g, None)), flush=True)
+os._exit(0)
+"""
+
+
+def test_each_op_takes_as_many_launches_as_it_says(library):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(library)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [tuple(map(int, line.strip("()").split(","))) for line in done.stdout.splitlines()]
+    # Depthwise backward: dx, dw in two. Layer norm: one; dx, and the sums. Norms: moments, apply; dots, combine.
+    assert found == [(1, 3), (1, 2), (2, 2), (2, 2), (1, 1), (1, 2)]

@@ -1,0 +1,338 @@
+"""The backend torchtp over several hosts: every call right, the same bits everywhere, and an error where a host is lost."""
+
+import datetime
+import os
+import signal
+import subprocess
+
+import pytest
+import test_backend_collectives as moves
+import test_exchange
+import torch
+import torch.distributed as dist
+from models import make_layout, make_network
+from torch.nn.parallel import DistributedDataParallel
+from training import assert_same_parameters, loss_of, make_images, make_optimizer, train_single
+
+import torchtp
+from torchtp import _C, testing
+from torchtp.namespaces import Hosts, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
+
+Op = dist.ReduceOp
+DTYPES = (torch.bool, torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64)
+NUMELS = (0, 5, 3001, 20_001)  # of fp32: the first ranks alone swap the second, not the third
+
+
+@pytest.fixture(scope="module")
+def made():
+    every = {sizes: Hosts(sizes) for sizes in ((2, 2), (3, 1), (1, 1, 1))}
+    yield every
+    for each in every.values():
+        each.close()
+
+
+@pytest.fixture(params=[(2, 2), (3, 1), (1, 1, 1)], ids=lambda sizes: " + ".join(map(str, sizes)))
+def hosts(request, made):
+    return made[request.param]
+
+
+@pytest.fixture
+def pairs(made):
+    return made[2, 2]
+
+
+def _backend(group=None):
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+
+
+def _who_is_where():
+    return _backend().hosts
+
+
+def test_hosts_are_found_by_what_can_be_handed_over(hosts):
+    # All ranks have the same host name, boot id and user, and each its own LOCAL_RANK.
+    for found in hosts.run(_who_is_where):
+        assert [len(host) for host in found] == list(hosts.sizes)
+        assert [rank for host in found for rank in host] == list(range(sum(hosts.sizes)))
+
+
+def _input(rank, numel, dtype):
+    """Small whole numbers: every order of summing them is exact."""
+    values = torch.arange(numel) * (rank + 3) % 5
+    return (values > 1) if dtype == torch.bool else (values - (2 if dtype != torch.bool else 0)).to(dtype)
+
+
+def _expected(inputs, op):
+    dtype = inputs[0].dtype
+    if dtype == torch.bool:
+        stacked = torch.stack(inputs)
+        return stacked.any(0) if op in (Op.SUM, Op.MAX) else stacked.all(0)
+    wide = torch.stack([tensor.to(torch.complex128 if dtype.is_complex else torch.float64) for tensor in inputs])
+    if op in (Op.SUM, Op.AVG):
+        total = wide.sum(0)
+        if op == Op.AVG:
+            total = total / len(inputs)
+            total = total if dtype.is_floating_point or dtype.is_complex else total.trunc()
+        return total.to(dtype)
+    return {Op.PRODUCT: wide.prod, Op.MIN: wide.amin, Op.MAX: wide.amax}[op](0).to(dtype)
+
+
+def _ops(dtype):
+    if dtype.is_complex:
+        return (Op.SUM, Op.AVG)
+    return (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX) if dtype == torch.bool else (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX)
+
+
+def _reductions():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for case, dtype in enumerate(DTYPES):
+        for numel in NUMELS:
+            inputs = [_input(r, numel, dtype) for r in range(size)]
+            for index, op in enumerate(_ops(dtype)):
+                expected = _expected(inputs, op)
+                tensor = inputs[rank].clone()
+                work = dist.all_reduce(tensor, op, async_op=bool((case + index) % 2))
+                if work is not None:
+                    work.wait()
+                torch.testing.assert_close(tensor, expected, msg=lambda text, at=(dtype, numel, op): f"{at}: {text}")
+            root = case % size
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, root)
+            torch.testing.assert_close(tensor, _expected(inputs, Op.SUM) if rank == root else inputs[rank])
+            whole = [torch.cat([_input(r + to, numel, dtype) for to in range(size)]) for r in range(size)]
+            output = torch.empty(numel, dtype=dtype)
+            dist.reduce_scatter_tensor(output, whole[rank], Op.SUM)
+            mine = slice(rank * numel, (rank + 1) * numel)
+            torch.testing.assert_close(output, _expected([each[mine] for each in whole], Op.SUM))
+
+
+def test_every_reduction_over_hosts(hosts):
+    hosts.run(_reductions)
+
+
+def _large():
+    """Several blocks, with a ragged end; in the segment and out of it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = 2_500_003
+    for allocate in (
+        torch.empty,
+        lambda n: _backend().allocate_tensor(n, dtype=torch.float32, device=torch.device("cpu")),
+    ):
+        tensor = allocate(numel)
+        tensor.copy_(_input(rank, numel, torch.float32))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, _expected([_input(r, numel, torch.float32) for r in range(size)], Op.SUM))
+        dist.broadcast(tensor.fill_(rank), size - 1)
+        assert (tensor == size - 1).all()
+    tensor = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
+    for op in (Op.SUM, Op.AVG):
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = tensor.to(dtype)
+            dist.all_reduce(mine, op)
+            everybody = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(everybody, mine)
+            assert all(torch.equal(each, mine) for each in everybody)  # the same bits on every rank
+
+
+def test_large_reductions_over_hosts_give_the_same_bits_everywhere(hosts):
+    hosts.run(_large)
+
+
+MOVES = [
+    moves._broadcast,
+    moves._all_gather,
+    moves._gather_and_scatter,
+    moves._all_to_all,
+    moves._coalesced,
+    moves._objects,
+    moves._barrier,
+    moves._neighbours,
+    moves._tags,
+    moves._from_anyone,
+    moves._send_beside_collectives,
+    moves._futures_of_messages,
+    moves._order,
+    moves._futures,
+]
+
+
+def _with_fewer_sizes(call):
+    moves.NUMELS = (0, 5, 20_001)
+    call()
+
+
+@pytest.mark.parametrize("call", MOVES, ids=lambda call: call.__name__.strip("_"))
+def test_bytes_arrive_over_hosts(hosts, call):
+    hosts.run(_with_fewer_sizes, call)
+
+
+def _exchange(largest, steps):
+    group = dist.new_group()
+    test_exchange._everybody_to_everybody(_C.exchange_of(group.group_name), dist.barrier, largest, steps, 1)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_slabs_arrive_over_hosts(hosts):
+    hosts.run(_exchange, 3000, 20)
+    hosts.run(_exchange, 400_000, 4)
+
+
+def _subgroups():
+    """Of one rank a host, of one host, and of both; torchtp finds out for each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for ranks in ([0, size - 1], [0, 1], list(range(size))):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            tensor = torch.full((30_000,), float(rank + 1))
+            dist.all_reduce(tensor, group=group)
+            assert (tensor == sum(r + 1 for r in ranks)).all()
+            dist.destroy_process_group(group)
+
+
+def test_subgroups_over_hosts(hosts):
+    hosts.run(_subgroups)
+
+
+def _ddp():
+    torch.manual_seed(0)
+    single = torch.nn.Linear(300, 40, dtype=torch.float64)
+    model = DistributedDataParallel(torch.nn.Linear(300, 40, dtype=torch.float64))
+    model.module.load_state_dict(single.state_dict())
+    inputs = torch.randn(4, 300, dtype=torch.float64)
+    single(inputs).square().mean().backward()
+    mine = inputs[dist.get_rank() :: dist.get_world_size()]
+    model(mine).square().mean().backward()
+    for ours, expected in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+def _parallelize():
+    layout = make_layout({"h": 2, "w": 2})
+    single, _ = train_single("convnext", 2, 1)
+    model = torchtp.parallelize(make_network("convnext"), layout)
+    optimizer = make_optimizer(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(make_images(step, 1))).backward()
+        optimizer.step()
+    assert_same_parameters(model, single)
+
+
+@pytest.mark.parametrize("train", [_ddp, _parallelize])
+def test_training_over_hosts_equals_one_rank(pairs, train):
+    pairs.run(train, timeout=120)
+
+
+def _error_of(call):
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error)
+    return None
+
+
+def _mismatch(numels):
+    group = dist.new_group()
+    tensor = torch.ones(numels[dist.get_rank()])
+    errors = [_error_of(lambda: dist.all_reduce(tensor, group=group)) for _ in range(2)]
+    dist.destroy_process_group(group)
+    return errors
+
+
+@pytest.mark.parametrize("numels", [(3, 3, 4, 4), (30_000, 30_000, 40_000, 40_000), (30_000, 40_000, 30_000, 30_000)])
+def test_hosts_that_disagree_get_one_error(pairs, numels):
+    errors = [error for both in pairs.run(_mismatch, numels) for error in both]
+    assert len(set(errors)) == 1, errors
+    assert all(f"{numel} elements" in errors[0].replace(",", "") for numel in numels)
+
+
+def _unequal_splits():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    splits = [1] * size if rank else [1] * (size - 1) + [2]
+    error = _error_of(lambda: dist.all_to_all_single(torch.empty(size), torch.ones(sum(splits)), None, splits))
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)  # the group is still in step
+    assert tensor.item() == size
+    return error
+
+
+def test_splits_that_do_not_agree_between_hosts_are_one_error(pairs):
+    errors = pairs.run(_unequal_splits)
+    assert len(set(errors)) == 1
+    assert "rank 0 sends 8 bytes to rank 3, which expects 4" in errors[0]
+
+
+def _until_it_fails(group, limit=200):
+    def calls():
+        for _ in range(limit):
+            dist.all_reduce(torch.ones(100_000), group=group)
+
+    return _error_of(calls)
+
+
+def _group(seconds):
+    return dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+
+
+def _death(folder, victim):
+    group = _group(30)
+    rank = dist.get_rank()
+    dist.barrier(group)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = _until_it_fails(group)
+    with open(f"{folder}/{rank}", "w") as file:
+        file.write(str(error))
+    with open(f"{folder}/{rank}") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_death_is_an_error_on_every_host(tmp_path, monkeypatch, victim):
+    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    hosts = Hosts([2, 2])
+    with pytest.raises(Exception, match=f"rank {victim} died"):
+        hosts.run(_death, str(tmp_path), victim)
+    for rank in {0, 1, 2, 3} - {victim}:
+        text = (tmp_path / str(rank)).read_text()
+        assert f"rank {victim}" in text and ("died" in text or "lost the connection" in text), text
+
+
+def _link_down():
+    group = _group(2)
+    dist.barrier(group)
+    if dist.get_rank() == 2:
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    errors = [_until_it_fails(group)]
+    if dist.get_rank() == 2:
+        subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
+    errors.append(_until_it_fails(group))  # back, but too late for this group
+    return errors
+
+
+def test_a_host_whose_network_is_down_is_an_error_that_stays(pairs):
+    for first, second in pairs.run(_link_down):
+        assert "timeout" in first and "another host" in first, first
+        assert first == second
+
+
+def _late():
+    group = _group(1)
+    dist.barrier(group)
+    if dist.get_rank() >= 2:
+        me = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {me}"])
+        os.kill(me, signal.SIGSTOP)
+    return _until_it_fails(group)
+
+
+def test_a_host_that_comes_back_too_late_is_told_why(pairs):
+    errors = pairs.run(_late)
+    assert all(error is not None for error in errors)
+    for error in errors[:2]:
+        assert "timeout" in error and ("rank 2" in error or "rank 3" in error), error
+    for error in errors[2:]:
+        assert "timeout" in error or "lost the connection" in error, error

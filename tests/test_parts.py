@@ -1,0 +1,170 @@
+"""Parts of cut tensors that are copies here: what a model writes into one, or into the whole, is where PyTorch puts it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import make_layout
+from test_models import whole
+from torch import nn
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+def constants(y, z):
+    y[..., 3:9] = 0.5
+    y[:, :, 4:6, ::3] = 2
+    return y
+
+
+def rows_of_another(y, z):
+    y[..., 3:20] = z[..., 5:22] * 2
+    y[:, :, 1::4] = z[:, :, :1]
+    return y
+
+
+def a_part_of_a_part(y, z):
+    part = y[..., 1:-1]
+    part.mul_(3)
+    part[:, 0].add_(1)
+    part[..., 2:].sub_(z[..., 4:])
+    return y + part.sum()
+
+
+def the_whole_afterwards(y, z):
+    part = y[..., 1:-1]
+    inner = part[..., 2:]
+    y.mul_(3)
+    F.relu_(y)
+    return F.pad(part, (1, 1)) + inner.mean() * z
+
+
+def a_part_of_what_is_gone(y, z):
+    return F.pad(F.relu((y + z)[..., 2:-3], inplace=True), (2, 3))
+
+
+def single_rows(y, z):
+    y[..., 5] = 1.5
+    y[:, :, 7] *= 2
+    y.select(-1, 20).zero_()
+    y[..., 3] = z[..., 4]
+    return y
+
+
+def other_shapes(y, z):
+    blocks = y.view(*y.shape[:-1], 6, 7)
+    blocks[..., 0] = 0
+    blocks.mul_(2)
+    y.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    return y * z
+
+
+def canvas_like_the_image(y, z):
+    canvas = torch.zeros_like(y)
+    canvas[..., 1:] = y[..., :-1]
+    canvas[:, :, :-2] += z[:, :, 2:]
+    return canvas
+
+
+def cost_volume(y, z):
+    n, c, h, w = y.shape
+    volume = y.new_zeros(n, 2 * c, 3, h, w)
+    volume[:, :c, 0], volume[:, c:, 0] = y, z
+    for i in (1, 2):
+        volume[:, :c, i, :, i:] = y[..., i:]
+        volume[:, c:, i, :, i:] = z[..., :-i]
+    return volume.sum(2)
+
+
+def plain_canvas(y, z):
+    canvas = torch.zeros(y.shape, dtype=torch.float64)
+    canvas[..., 2:] = (y * z)[..., :-2]
+    canvas += y
+    return canvas
+
+
+def spectrum(y, z):
+    """The derivative of the inverse transform writes into a part."""
+    return torch.fft.irfft2(torch.fft.rfft2(y) * 2, s=y.shape[-2:]) + z
+
+
+GATHERING = {other_shapes, plain_canvas, spectrum}
+CASES = [
+    constants,
+    rows_of_another,
+    a_part_of_a_part,
+    the_whole_afterwards,
+    a_part_of_what_is_gone,
+    single_rows,
+    other_shapes,
+    canvas_like_the_image,
+    cost_volume,
+    plain_canvas,
+    spectrum,
+]
+
+
+class Net(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(2, 4, 3, padding=1)
+        self.head = nn.Conv2d(8 if case is cost_volume else 4, 1, 3, padding=1)
+        self.case = case
+
+    def forward(self, x):
+        return self.head(self.case(self.left(x), self.right(x)))
+
+
+def gradients(net, x, target):
+    loss = F.mse_loss(net(x), target)
+    loss.backward()
+    found = {"loss": loss.detach(), "x": x.grad} | {name: p.grad for name, p in net.named_parameters()}
+    return {name: whole(value).clone() for name, value in found.items() if value is not None}
+
+
+def compare(index, axes):
+    case, layout = CASES[index], make_layout(axes)
+    x = torch.randn(2, 2, 19, 42, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    target = torch.randn(2, 1, 19, 42, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    single = Net(case).double()
+    expected = gradients(single, x.clone().requires_grad_(), target)
+    single.zero_grad()
+    mine = torchtp.parallelize(copy.deepcopy(single), layout)
+    cut = layout.shard(x).detach().requires_grad_()
+    if case in GATHERING:
+        warnings.simplefilter("ignore", torchtp.GatherWarning)
+        got = gradients(mine, cut, target)
+    else:
+        with torchtp.strict():
+            got = gradients(mine, cut, target)
+    errors = {name: ((got[name] - want).abs().max() / want.abs().max()).item() for name, want in expected.items()}
+    return {name: error for name, error in errors.items() if not error <= 1e-9}
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 3}, {"h": 2, "w": 2}], ids=["w2", "h3", "h2w2"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_writes_land_where_they_do_on_one_device(case, axes):
+    size = torch.Size(axes.values()).numel()
+    for rank, errors in enumerate(run_ranks(compare, size, CASES.index(case), axes, backend="torchtp")):
+        assert not errors, f"rank {rank}: {errors}"
+
+
+def write_often():
+    layout = make_layout({"w": 2})
+    y = layout.shard(torch.ones(1, 1, 3, 9))
+    for _ in range(300):
+        y[..., 1:].add_(1)
+    remembered = len(y.to_local().untyped_storage()._torchtp_memory.parts)
+    expected = torch.ones(1, 1, 3, 9)
+    expected[..., 1:] += 300
+    return remembered, torch.equal(y.full_tensor(), expected)
+
+
+def test_parts_that_are_gone_are_forgotten():
+    for remembered, right in run_ranks(write_often, 2, backend="torchtp"):
+        assert remembered <= 64
+        assert right

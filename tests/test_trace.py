@@ -1,0 +1,144 @@
+"""The last calls of each rank, written down when something goes wrong, and where the ranks part."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchtp
+from torchtp import cli, parting
+from torchtp.testing import run_ranks
+
+
+def _mismatch(folder):
+    torchtp.trace.write_to(f"{folder}/run", [])
+    group = dist.new_group(backend="torchtp")
+    dist.barrier(group)
+    tensor = torch.ones(10)
+    try:
+        if dist.get_rank() == 1:
+            dist.broadcast(tensor, 0, group=group)
+        else:
+            dist.all_reduce(tensor, group=group)
+    except dist.DistBackendError:
+        return group.group_name
+    finally:
+        torchtp.trace.write_to("")
+    raise AssertionError("the mismatch was not seen")
+
+
+def test_ranks_that_call_different_things_are_told_apart(tmp_path, capsys):
+    name = run_ranks(_mismatch, 3, str(tmp_path), backend="torchtp")[0]
+    files = sorted(map(str, tmp_path.glob("run.rank*.jsonl")))
+    assert [Path(file).name for file in files] == [f"run.rank{rank}.jsonl" for rank in range(3)]
+    parted = next(one for one in parting.read(files) if one.group == name)
+    assert (parted.sequence, parted.differs, parted.absent) == (1, True, [])
+    assert cli.main(["trace", *files]) == 1
+    text = capsys.readouterr().out
+    assert "they part at call #1: they do not call the same" in text
+    assert "ranks 0, 2: allreduce(SUM, Float, 10 elements), failed" in text
+    assert "rank 1: broadcast(Float, 10 elements, root 0), failed" in text
+    assert "ranks disagree on what to do" in text
+
+
+def _agreeing(folder):
+    group = dist.new_group(backend="torchtp")
+    for _ in range(2500):  # more than are kept
+        dist.barrier(group)
+    file = torchtp.trace.dump(f"{folder}/calm")
+    lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return group.group_name, sum(line.get("op") == "barrier" and line["group"] == group.group_name for line in lines)
+
+
+def test_the_last_2000_calls_are_kept_and_agree(tmp_path):
+    results = run_ranks(_agreeing, 2, str(tmp_path), backend="torchtp")
+    assert [kept for _, kept in results] == [2000, 2000]
+    parted = next(one for one in parting.read(tmp_path.glob("calm.rank*.jsonl")) if one.group == results[0][0])
+    assert parted.sequence is None
+    assert "all agree" in parting.told(parted)
+
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist, torchtp
+
+rank = int(sys.argv[1])
+dist.init_process_group("torchtp", rank=rank, world_size=2, store=dist.FileStore(sys.argv[2], 2))
+dist.barrier()
+work = dist.all_reduce(torch.ones(7), async_op=True) if rank == 0 else None
+print("ready", flush=True)
+if work:
+    work.wait()
+sys.stdin.read()
+"""
+
+
+def test_a_signal_writes_what_a_rank_waits_for(tmp_path):
+    environment = os.environ | {"TORCHTP_TRACE": str(tmp_path / "killed")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            assert process.stdout.readline() == "ready\n"
+        ranks[1].send_signal(signal.SIGTERM)
+        assert ranks[1].wait(30) == -signal.SIGTERM
+        ranks[0].send_signal(signal.SIGTERM)
+        ranks[0].wait(30)
+        parted = parting.read(tmp_path.glob("killed.rank*.jsonl"))[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert (parted.sequence, parted.differs) == (1, False)
+    text = parting.told(parted)
+    assert "rank 0: allreduce(SUM, Float, 7 elements)" in text
+    assert "rank 1: has not called it; the last was #0 barrier(), done" in text
+
+
+def _trace(rank, calls, size=2):
+    head = {"torchtp_trace": 1, "global_rank": rank, "pid": 1, "reason": "test", "now_ns": 9_000_000_000}
+    group = {"group": "g", "rank": rank, "size": size, "global_ranks": list(range(size)), "error": ""}
+    return "".join(json.dumps(line) + "\n" for line in [head, group, *calls])
+
+
+def _call(sequence, state="done", **changed):
+    call = {
+        "group": "g", "sequence": sequence, "op": "allreduce", "reduce_op": "SUM", "dtype": "Float", "elements": 4,
+        "bytes": 16, "root": -1, "async": False, "state": state, "called_ns": 0, "started_ns": 1_000_000_000,
+        "ended_ns": 0, "waited_ns": 0, "last_rank": -1,
+    }  # fmt: skip
+    return call | changed
+
+
+def test_who_is_missing_is_named(tmp_path, capsys):
+    for rank, calls in enumerate([[_call(0), _call(1), _call(2, "running")], [_call(0), _call(1)]]):
+        (tmp_path / f"{rank}").write_text(_trace(rank, calls, size=3))
+    assert cli.main(["trace", str(tmp_path / "0"), str(tmp_path / "1")]) == 1
+    text = capsys.readouterr().out
+    assert "no trace of rank 2" in text
+    assert "rank 0: allreduce(SUM, Float, 4 elements), running for 8.0 s" in text
+    assert "rank 1: has not called it; the last was #1 allreduce(SUM, Float, 4 elements), done" in text
+
+
+def test_a_rank_may_see_its_own_share_only(tmp_path):
+    for rank, elements in enumerate((8, 4)):
+        (tmp_path / f"{rank}").write_text(_trace(rank, [_call(0, op="gather", elements=elements)]))
+    assert parting.read([tmp_path / "0", tmp_path / "1"])[0].sequence is None
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "no JSON\n", '{"torchtp_trace": 2}\n'])
+def test_a_file_that_is_no_trace_is_refused(tmp_path, text, capsys):
+    (tmp_path / "file").write_text(text)
+    assert cli.main(["trace", str(tmp_path / "file")]) == 2
+    assert "is not a trace of torchtp" in capsys.readouterr().err

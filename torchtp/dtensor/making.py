@@ -1,0 +1,46 @@
+"""Tensors made after a cut one, as a cost volume or a canvas is: cut like it where their last dims have its extents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.fallback import has_strided_shard
+from torchtp.dtensor.moving import chunk_of
+from torchtp.dtensor.registry import spatial_rule
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    Op,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    local_of,
+    passthrough,
+    plain_shard,
+    spec_of,
+)
+
+
+@spatial_rule("new_zeros", "new_ones", "new_full", "new_empty")
+def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, sizes, *others = args
+    if not is_spatial(tensor) or has_strided_shard(tensor) or len(sizes) < tensor.dim():
+        return passthrough(op, args, kwargs)
+    spec, shape = spec_of(tensor), torch.Size(sizes)
+    more = len(sizes) - tensor.dim()
+    placements: list[Placement] = []
+    local_shape = list(shape)
+    for axis, placement in enumerate(spec.placements):
+        if not plain_shard(placement):
+            placements.append(Replicate() if isinstance(placement, Partial) else placement)
+        elif shape[placement.dim + more] != tensor.size(placement.dim):
+            placements.append(Replicate())
+        else:
+            dim = placement.dim + more
+            placements.append(Shard(dim))
+            begin, end = chunk_of(spec.mesh, axis, local_shape[dim])
+            local_shape[dim] = end - begin
+    return wrap(op(local_of(tensor), local_shape, *others, **kwargs), spec.mesh, tuple(placements), shape)

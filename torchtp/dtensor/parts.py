@@ -1,0 +1,106 @@
+"""Parts of cut tensors that PyTorch calls views and that are copies here: a write into one reaches all the others.
+
+The rows of a slice along a cut dim belong to other chunks than the rows they came from, so they have moved. What is
+written into the part is moved back, and what is written into the whole is taken again. Both are collective: every rank
+does them, also where nobody holds the other tensor any more, for that is nothing the ranks could agree on without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchtp.dtensor.upstream import DTensor, DTensorSpec, local_of, make_dtensor, spec_of
+
+Take = Callable[[DTensor], DTensor]  # whole -> part
+Put = Callable[[DTensor, DTensor], None]  # (part, whole): writes the part's elements into the whole
+
+_ATTRIBUTE = "_torchtp_memory"
+_FORGET_FROM = 64  # parts of one memory from which on those that are gone are forgotten
+
+
+@dataclass(eq=False)
+class _Memory:
+    """The memory of a local tensor, and how its elements hang together with those of others. Kept on the storage itself."""
+
+    storage: StorageWeakRef
+    whole: _Link | None = None  # what this memory is a part of
+    parts: list[_Link] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where a DTensor lies in a memory, without keeping it alive."""
+
+    memory: _Memory
+    spec: DTensorSpec
+    dtype: torch.dtype
+    device: torch.device
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> DTensor:
+        """The tensor that lies there; another one of its shape when the memory is gone."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.storage.cdata)
+        local = torch.empty(0, dtype=self.dtype, device=self.device)
+        if storage is None:
+            local = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        else:
+            local.set_(storage, self.offset, self.size, self.stride)
+        return make_dtensor(local, self.spec)
+
+
+@dataclass(eq=False)
+class _Link:
+    whole: _Place
+    part: _Place
+    take: Take
+    put: Put
+
+
+def linked(whole: DTensor, part: DTensor, take: Take, put: Put) -> DTensor:
+    """Returns `part`, a copy of elements of `whole`; from now on writes into either reach the other.
+
+    `take` gives the part of a whole anew, `put` writes a part's elements into a whole. Neither may keep a tensor.
+    """
+    from_place, to_place = _place(whole), _place(part)
+    link = _Link(from_place, to_place, take, put)
+    parts = from_place.memory.parts
+    if len(parts) >= _FORGET_FROM:
+        parts[:] = [each for each in parts if not each.part.memory.storage.expired()]
+    parts.append(link)
+    to_place.memory.whole = link
+    return part
+
+
+def written(target: DTensor) -> None:
+    """Tell the tensors that share elements with `target`, into which an op has written."""
+    memory = getattr(local_of(target).untyped_storage(), _ATTRIBUTE, None)
+    if memory is not None:
+        _spread(memory, None)
+
+
+def _spread(memory: _Memory, source: _Link | None) -> None:
+    link = memory.whole
+    if link is not None and link is not source:
+        link.put(link.part.tensor(), link.whole.tensor())
+        _spread(link.whole.memory, link)
+    for link in memory.parts:
+        if link is not source:
+            local_of(link.part.tensor()).copy_(local_of(link.take(link.whole.tensor())))
+            _spread(link.part.memory, link)
+
+
+def _place(tensor: DTensor) -> _Place:
+    local = local_of(tensor)
+    storage = local.untyped_storage()
+    memory = getattr(storage, _ATTRIBUTE, None)
+    if memory is None:
+        memory = _Memory(StorageWeakRef(storage))
+        setattr(storage, _ATTRIBUTE, memory)
+    offset = int(local.storage_offset())
+    return _Place(memory, spec_of(tensor), local.dtype, local.device, local.shape, local.stride(), offset)

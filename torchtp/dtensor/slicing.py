@@ -1,0 +1,187 @@
+"""Slices, rows and splits of cut DTensors: views along whole dims; along a cut one a pull, whose result is a linked copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import chunk_of, everywhere, pulled, pushed
+from torchtp.dtensor.parts import linked
+from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.shape import axis_cutting, resized, summed, taken, uncut, without
+from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard, redistributed, spec_of
+
+aten = torch.ops.aten
+
+
+def slice_rows(tensor: DTensor, dim: int, begin: int, end: int, step: int = 1) -> DTensor:
+    """Rows [begin, end) of a dim, every `step`-th; cut again where the dim is cut."""
+    part, is_copy = _sliced(tensor, dim, begin, end, step)
+    if not is_copy:
+        return part
+    return linked(
+        tensor,
+        part,
+        lambda whole: _sliced(whole, dim, begin, end, step)[0],
+        lambda rows, whole: _put_rows(rows, whole, dim, begin, step),
+    )
+
+
+def _sliced(tensor: DTensor, dim: int, begin: int, end: int, step: int) -> tuple[DTensor, bool]:
+    """The rows, and whether they are a copy."""
+    local, mesh, placements = summed(tensor)
+    extent = max(0, -(-(end - begin) // step))
+    shape = resized(tensor.shape, dim, extent)
+    axis = axis_cutting(placements, dim)
+    if axis is None:
+        return wrap(aten.slice(local, dim, begin, max(begin, end), step), mesh, placements, shape), False
+    if (begin, end, step) == (0, tensor.size(dim), 1):
+        return wrap(aten.alias(local), mesh, placements, shape), False
+    rows = pulled(
+        local,
+        mesh,
+        axis,
+        dim,
+        tensor.size(dim),
+        extent,
+        lambda o0, o1: (begin + o0 * step, begin + (o1 - 1) * step + 1),
+    )
+    return wrap(rows if step == 1 else aten.slice(rows, dim, 0, None, step), mesh, placements, shape), True
+
+
+def _put_rows(rows: DTensor, whole: DTensor, dim: int, begin: int, step: int) -> None:
+    """Writes `rows`, which are every `step`-th of the whole's from `begin` on, into the whole."""
+    spec = spec_of(whole)
+    mesh, extent, count = spec.mesh, whole.size(dim), rows.size(dim)
+    axis = axis_cutting(spec.placements, dim)
+    assert axis is not None
+
+    def index(row: int) -> int:  # of the first of `rows` at or after that row of the whole
+        return min(count, max(0, -(-(row - begin) // step)))
+
+    local = redistributed(local_of(rows), spec_of(rows), spec.placements)
+    mine = pulled(local, mesh, axis, dim, count, extent, lambda i0, i1: (index(i0), index(i1)))
+    if mine.size(dim):
+        i0 = chunk_of(mesh, axis, extent)[0]
+        first = begin + index(i0) * step - i0
+        aten.slice(local_of(whole), dim, first, first + (mine.size(dim) - 1) * step + 1, step).copy_(mine)
+
+
+def _clamped(index: int | None, extent: int, default: int) -> int:
+    if index is None:
+        return default
+    return min(extent, max(0, index + extent if index < 0 else index))
+
+
+@spatial_rule("slice.Tensor")
+def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, start, end, step = bound(op, args, kwargs)
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    dim %= tensor.dim()
+    extent = tensor.size(dim)
+    return slice_rows(tensor, dim, _clamped(start, extent, 0), _clamped(end, extent, extent), step)
+
+
+@spatial_rule("slice_backward")
+def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, sizes, dim, start, end, step = bound(op, args, kwargs)
+    if not taken(grad):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(grad)
+    dim %= len(sizes)
+    extent, out_extent = sizes[dim], grad.size(dim)
+    begin = _clamped(start, extent, 0)
+    axis = axis_cutting(placements, dim)
+    shape = torch.Size(sizes)
+    if axis is None:
+        local_sizes = list(local.shape)
+        local_sizes[dim] = extent
+        return wrap(op(local, local_sizes, dim, start, end, step), mesh, placements, shape)
+    if step != 1:
+        rows = local.new_zeros(resized(local.shape, dim, max(0, (local.size(dim) - 1) * step + 1)))
+        aten.slice(rows, dim, 0, None, step).copy_(local)
+        local = rows
+    grad_input = pushed(
+        local, mesh, axis, dim, extent, out_extent, lambda o0, o1: (begin + o0 * step, begin + (o1 - 1) * step + 1)
+    )
+    return wrap(grad_input, mesh, placements, shape)
+
+
+@spatial_rule("select.int")
+def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, index = bound(op, args, kwargs)
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    dim %= tensor.dim()
+    index %= tensor.size(dim)
+    row, is_copy = _selected(tensor, dim, index)
+    if not is_copy:
+        return row
+    return linked(
+        tensor,
+        row,
+        lambda whole: _selected(whole, dim, index)[0],
+        lambda row, whole: _put_row(row, whole, dim, index),
+    )
+
+
+def _selected(tensor: DTensor, dim: int, index: int) -> tuple[DTensor, bool]:
+    """The row, and whether it is a copy."""
+    local, mesh, placements = summed(tensor)
+    shape = torch.Size([*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
+    axis = axis_cutting(placements, dim)
+    if axis is None:
+        return wrap(aten.select(local, dim, index), mesh, without(placements, dim), shape), False
+    row = everywhere(local, mesh, axis, dim, tensor.size(dim), index, index + 1)
+    return wrap(row.squeeze(dim), mesh, without(uncut(placements, dim), dim), shape), True
+
+
+def _put_row(row: DTensor, whole: DTensor, dim: int, index: int) -> None:
+    """Writes `row`, which every rank of the axis that cuts `dim` holds, into the whole."""
+    spec = spec_of(whole)
+    axis = axis_cutting(spec.placements, dim)
+    assert axis is not None
+    i0, i1 = chunk_of(spec.mesh, axis, whole.size(dim))
+    local = redistributed(local_of(row), spec_of(row), without(uncut(spec.placements, dim), dim))
+    if i0 <= index < i1:
+        aten.select(local_of(whole), dim, index - i0).copy_(local)
+
+
+@spatial_rule("select_backward")
+def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, sizes, dim, index = bound(op, args, kwargs)
+    if not isinstance(grad, DTensor):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(grad)
+    dim %= len(sizes)
+    wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
+    local_sizes = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
+    return wrap(op(local, local_sizes, dim, index % sizes[dim]), mesh, wider, torch.Size(sizes))
+
+
+@spatial_rule("split.Tensor", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, sizes, dim = bound(op, args, kwargs)
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    dim %= tensor.dim()
+    extent = tensor.size(dim)
+    if isinstance(sizes, int):
+        sizes = [min(sizes, extent - begin) for begin in range(0, extent, sizes)] if extent else [0]
+    pieces, begin = [], 0
+    for size in sizes:
+        pieces.append(slice_rows(tensor, dim, begin, begin + size))
+        begin += size
+    return pieces
+
+
+@spatial_rule("unbind")
+def unbind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim = bound(op, args, kwargs)
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    return [select(aten.select.int, (tensor, dim, index), {}) for index in range(tensor.size(dim))]

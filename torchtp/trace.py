@@ -1,0 +1,36 @@
+"""The last calls of every process group: written down when something goes wrong, and put side by side afterwards.
+
+Each rank keeps the last 2,000 calls of each of its torchtp groups. With `TORCHTP_TRACE=PATH`, or after `write_to(PATH)`,
+the first error of a group and SIGTERM (which torchrun sends to the others when one rank fails) write them as JSON lines to
+PATH.rank<global rank>.jsonl. `torchtp trace PATH.rank*.jsonl` says where the ranks part.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+
+from torchtp import _C
+
+calls = _C.Trace()
+
+
+def write_to(path: str | os.PathLike[str], signals: Iterable[int] = (signal.SIGTERM,)) -> None:
+    """Write this rank's last calls to `path`.rank<global rank>.jsonl on the first error of a group and on the signals.
+
+    After the dump a signal does what it would have done without it. An empty `path` ends it.
+    Raises nothing: a file that cannot be written is told on stderr when it is tried.
+    """
+    calls.write_to(os.fspath(path), [int(number) for number in signals] if os.fspath(path) else [])
+
+
+def dump(path: str | os.PathLike[str] = "", reason: str = "asked for") -> str:
+    """Write this rank's last calls now; returns the file's name, "" when there is nothing or nowhere to write."""
+    return calls.dump(reason, os.fspath(path))
+
+
+def start() -> None:
+    """Do what the environment asks for."""
+    if path := os.environ.get("TORCHTP_TRACE"):
+        write_to(path)
