@@ -11,18 +11,6 @@
 // `lanes` apart share a position's channels.
 namespace torchtp::kernels {
 
-template <int kVector>
-struct Vector {
-  float values[kVector];
-};
-template <int kVector>
-TORCHTP_HOST_DEVICE Vector<kVector> operator+(const Vector<kVector>& a, const Vector<kVector>& b) {
-  Vector<kVector> sum;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) sum.values[k] = a.values[k] + b.values[k];
-  return sum;
-}
-
 constexpr int64_t kNormBeside = 1024;  // bytes of a block's memory that are not its tile's, at most
 
 // Whether both passes have memory for the narrowest tile: x and dy of each channel, rows of 32 bytes and 4 elements.
