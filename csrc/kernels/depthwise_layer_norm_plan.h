@@ -1,0 +1,31 @@
+#pragma once
+
+#include "kernels/depthwise_layer_norm_tile.h"
+#include "kernels/depthwise_plan.h"
+
+// Which program computes what; see depthwise_plan.h.
+namespace torchtp::kernels {
+
+template <typename T, typename Run>
+void run_depthwise_layer_norm(const Run& run, const HaloPlanes<T>& in, const DepthwiseLayerNormArgs<T>& args,
+                              const DepthwiseParams& params, Part part) {
+  const HaloPlanes<T> seen = seen_by(part, in);
+  const auto is = [&](int32_t kernel) { return params.y.kernel == kernel && params.x.kernel == kernel; };
+  for (const Regions& regions : depthwise_regions(params, in, part, false)) {
+    if (params.batches * params.channels * regions.area() == 0) continue;
+    const auto go = [&](auto program) {
+      run.program(decltype(program)::make(seen, args, params, regions, run.most_shared));
+    };
+    if (is(3)) {
+      go(DepthwiseLayerNorm<T, 3>{});
+    } else if (is(5)) {
+      go(DepthwiseLayerNorm<T, 5>{});
+    } else if (is(7)) {
+      go(DepthwiseLayerNorm<T, 7>{});
+    } else {
+      go(DepthwiseLayerNorm<T, 0>{});
+    }
+  }
+}
+
+}  // namespace torchtp::kernels
