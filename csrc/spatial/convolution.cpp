@@ -183,8 +183,8 @@ int64_t convolution_extent(const ConvolutionParams& params, const at::Tensor& we
                            : output_extent(window, extent);
 }
 
-at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                       const ConvolutionParams& params, const std::vector<Cut>& cuts) {
+void check_cuts(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
+                const std::vector<Cut>& cuts) {
   for (const Cut& cut : cuts) {
     TORCH_CHECK_VALUE(cut.dim >= 2, "convolution: dim ", cut.dim, " is not spatial; cut one of dims 2 to ",
                       input.dim() - 1);
@@ -193,6 +193,11 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
                 params.dilation[cut.dim - 2], " and padding ", params.padding[cut.dim - 2], " does not fit into dim ",
                 cut.dim, " of global extent ", cut.extent);
   }
+}
+
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       const ConvolutionParams& params, const std::vector<Cut>& cuts) {
+  check_cuts(input, weight, params, cuts);
   return params.transposed ? forward_transposed(input, weight, bias, params, cuts)
                            : forward_conv(input, weight, bias, params, cuts);
 }

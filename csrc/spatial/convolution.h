@@ -30,6 +30,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts);
 
+// Raises where a cut dim is not spatial, or a kernel does not fit into one; on all ranks alike.
+void check_cuts(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
+                const std::vector<Cut>& cuts);
+
 // Global extent of the output on spatial dim `index` (0 = first) of an input of global `extent`.
 int64_t convolution_extent(const ConvolutionParams& params, const at::Tensor& weight, size_t index, int64_t extent);
 

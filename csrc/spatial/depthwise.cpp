@@ -8,9 +8,9 @@
 #include "kernels/depthwise_weight_grad.h"
 #include "spatial/convolution_geometry.h"
 #include "spatial/device.h"
-#include "spatial/halos.h"
 #include "spatial/op.h"
 #include "spatial/slab.h"
+#include "spatial/surroundings.h"
 #ifdef TORCHTP_CUDA
 #include "kernels/depthwise_cuda.h"
 #include "kernels/depthwise_weight_grad_cuda.h"
@@ -24,93 +24,8 @@ namespace {
 using kernels::DepthwiseParams;
 using kernels::HaloPlanes;
 using kernels::Part;
-using Wanted = std::vector<std::vector<Interval>>;  // of every cut, every rank
 
 int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
-
-// Pulls what lies beside own rows and columns: rows first, then columns of all those rows.
-class Surroundings {
- public:
-  // `own` is dense in `format`; so are all pieces.
-  Surroundings(const at::Tensor& own, at::MemoryFormat format, const std::vector<Cut>& cuts, const Wanted& wanted)
-      : own_(own), format_(format) {
-    extents_ = {narrow(own.size(1)), narrow(own.size(2)), narrow(own.size(3))};
-    for (size_t i = 0; i < cuts.size(); ++i) {
-      const auto [before, after] = beside(*cuts[i].group.plans->get(cuts[i].extent, cuts[i].group.rank, wanted[i]));
-      (cuts[i].dim == 2 ? extents_.rows_above : extents_.columns_left) = narrow(before.size());
-      (cuts[i].dim == 2 ? extents_.rows_below : extents_.columns_right) = narrow(after.size());
-      if (cuts[i].dim == 2) {
-        rows_.emplace(own, cuts[i], wanted[i]);
-      } else {
-        across_ = &cuts[i];
-        wanted_across_ = &wanted[i];
-      }
-    }
-    if (across_ && !rows_) columns_.emplace(own, *across_, *wanted_across_);
-  }
-
-  const kernels::HaloExtents& extents() const { return extents_; }
-  // Everything is there for what is enqueued afterwards.
-  void wait() {
-    if (rows_) {
-      rows_->wait();
-      above_ = in_format(rows_->before());
-      below_ = in_format(rows_->after());
-      if (across_) columns_.emplace(stacked(), 2, *across_, *wanted_across_);
-    }
-    if (columns_) {
-      columns_->wait();
-      left_ = in_format(columns_->before());
-      right_ = in_format(columns_->after());
-    }
-  }
-  void release() {
-    if (columns_) columns_->release();
-    if (rows_) rows_->release();
-  }
-  // Before wait() with own rows and columns alone.
-  template <typename T>
-  HaloPlanes<T> planes() const {
-    return {extents_, data<T>(own_), data<T>(above_), data<T>(below_), data<T>(left_), data<T>(right_)};
-  }
-
- private:
-  template <typename T>
-  static const T* data(const at::Tensor& piece) {
-    return piece.defined() ? piece.const_data_ptr<T>() : nullptr;
-  }
-  // A piece beside a shard without rows may have come in the other one.
-  at::Tensor in_format(const at::Tensor& piece) const { return piece.contiguous(format_); }
-
-  std::vector<at::Tensor> stacked() const {
-    std::vector<at::Tensor> pieces;
-    for (const at::Tensor& piece : {above_, own_, below_}) {
-      if (piece.size(2) > 0) pieces.push_back(piece);
-    }
-    return pieces.empty() ? std::vector<at::Tensor>{own_} : pieces;
-  }
-
-  const at::Tensor own_;
-  const at::MemoryFormat format_;
-  at::Tensor above_, below_, left_, right_;
-  kernels::HaloExtents extents_{};
-  std::optional<Halos> rows_, columns_;
-  const Cut* across_ = nullptr;
-  const std::vector<Interval>* wanted_across_ = nullptr;
-};
-
-// Calls compute(part, planes): once where all is own, else for the interior and, when halos are there, for the border.
-template <typename T, typename Compute>
-void inside_then_border(Surroundings& surroundings, const Compute& compute) {
-  if (!surroundings.extents().has_halo()) {
-    surroundings.wait();  // others may want something
-    compute(Part::kAll, surroundings.planes<T>());
-    return;
-  }
-  compute(Part::kInterior, surroundings.planes<T>());
-  surroundings.wait();
-  compute(Part::kBorder, surroundings.planes<T>());
-}
 
 template <typename T>
 void run_forward(const HaloPlanes<T>& planes, const T* weight, const T* bias, const at::Tensor& out,
@@ -203,27 +118,33 @@ bool has_depthwise_backward(const at::Tensor& input, const at::Tensor& weight, c
   return is_depthwise(input, weight, params) && unit_steps(params);
 }
 
+DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
+                                 const std::vector<Cut>& cuts) {
+  DepthwiseOutput output;
+  output.sizes = input.sizes().vec();
+  for (size_t index = 0; index < 2; ++index) {
+    output.sizes[index + 2] = convolution_extent(params, weight, index, input.size(static_cast<int64_t>(index) + 2));
+  }
+  for (const Cut& cut : cuts) {
+    const Window window = window_of(params, weight, cut.dim - 2);
+    output.wanted.push_back(read_by_outputs(cut, window));
+    output.sizes[cut.dim] = owned(output_extent(window, cut.extent), cut.group.size, cut.group.rank).size();
+  }
+  output.params = params_of(input, output.sizes, weight, params, cuts);
+  return output;
+}
+
 at::Tensor depthwise(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                      const ConvolutionParams& params, const std::vector<Cut>& cuts) {
   const at::Tensor x = dense(input), w = weight.contiguous();
   const at::Tensor b = bias ? bias->to(x.scalar_type()).contiguous() : at::Tensor();
-  std::vector<int64_t> sizes = x.sizes().vec();
-  for (size_t index = 0; index < 2; ++index) {
-    sizes[index + 2] = convolution_extent(params, weight, index, x.size(static_cast<int64_t>(index) + 2));
-  }
-  Wanted wanted;
-  for (const Cut& cut : cuts) {
-    const Window window = window_of(params, weight, cut.dim - 2);
-    wanted.push_back(read_by_outputs(cut, window));
-    sizes[cut.dim] = owned(output_extent(window, cut.extent), cut.group.size, cut.group.rank).size();
-  }
-  const auto numbers = params_of(x, sizes, weight, params, cuts);
-  Surroundings surroundings(x, x.suggest_memory_format(), cuts, wanted);
-  const at::Tensor y = at::empty(sizes, x.options(), x.suggest_memory_format());
+  const DepthwiseOutput output = depthwise_output(x, weight, params, cuts);
+  Surroundings surroundings(x, x.suggest_memory_format(), cuts, output.wanted);
+  const at::Tensor y = at::empty(output.sizes, x.options(), x.suggest_memory_format());
   AT_DISPATCH_V2(x.scalar_type(), "depthwise", AT_WRAP([&] {
                    inside_then_border<scalar_t>(surroundings, [&](Part part, const HaloPlanes<scalar_t>& planes) {
                      run_forward(planes, w.const_data_ptr<scalar_t>(),
-                                 b.defined() ? b.const_data_ptr<scalar_t>() : nullptr, y, numbers, part);
+                                 b.defined() ? b.const_data_ptr<scalar_t>() : nullptr, y, output.params, part);
                    });
                  }),
                  TORCHTP_DEPTHWISE_TYPES);
@@ -237,7 +158,7 @@ std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_out
                                                       const std::vector<Cut>& cuts) {
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format()), w = weight.contiguous();
   std::vector<Cut> output_cuts = cuts;
-  Wanted wanted;
+  Surroundings::Wanted wanted;
   for (Cut& cut : output_cuts) {
     const Window window = window_of(params, weight, cut.dim - 2);
     const int64_t extent = output_extent(window, cut.extent);

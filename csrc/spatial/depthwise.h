@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/depthwise.h"
 #include "spatial/convolution.h"
 
 namespace torchtp::spatial {
@@ -13,6 +14,16 @@ namespace torchtp::spatial {
 // programs. The same answer on all ranks.
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
 bool has_depthwise_backward(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
+
+// What a rank computes of the output: its numbers, its sizes, and which rows of the input every rank of every cut
+// reads.
+struct DepthwiseOutput {
+  kernels::DepthwiseParams params;
+  std::vector<int64_t> sizes;
+  std::vector<std::vector<Interval>> wanted;
+};
+DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
+                                 const std::vector<Cut>& cuts);
 
 // As convolution and convolution_backward, for one filter a channel of [N, C, H, W] of float, bfloat16 or float16, any
 // stride and dilation. Halos stay where they arrive; what needs none is computed while they are on their way. On the
