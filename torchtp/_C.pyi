@@ -114,6 +114,18 @@ class kernels:
         part: str = "all",
     ) -> None: ...
     @staticmethod
+    def depthwise_layer_norm(
+        own: torch.Tensor,
+        halos: Halos,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
+        offset: tuple[int, int],
+        part: str = "all",
+    ) -> None: ...
+    @staticmethod
     def depthwise_input_grad(
         own: torch.Tensor,
         halos: Halos,

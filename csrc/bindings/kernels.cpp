@@ -5,12 +5,14 @@
 #include <ATen/ops/empty.h>
 
 #include "gradients/moves.h"
+#include "kernels/depthwise_layer_norm.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "kernels/halo_pack.h"
 #include "spatial/device.h"
 
 #ifdef TORCHTP_CUDA
 #include "kernels/depthwise_cuda.h"
+#include "kernels/depthwise_layer_norm_cuda.h"
 #include "kernels/depthwise_weight_grad_cuda.h"
 #include "kernels/halo_exchange_cuda.h"
 #endif
@@ -99,6 +101,36 @@ void depthwise(const at::Tensor& own, const Halos& halos, const at::Tensor& weig
                    scalar_t* const to = out.mutable_data_ptr<scalar_t>();
                    where(own, TORCHTP_ON(stream, kernels::launch_depthwise(in, w, b, to, params, which, stream)),
                          [&] { kernels::depthwise_cpu(in, w, b, to, params, which); });
+                 }),
+                 TORCHTP_KERNEL_TYPES);
+}
+
+// norm: weight and bias in float; outputs: the output, the convolution's output (or none), mean and rstd in float.
+void depthwise_layer_norm(const at::Tensor& own, const Halos& halos, const at::Tensor& weight, const Optional& bias,
+                          const std::pair<at::Tensor, at::Tensor>& norm, double eps,
+                          const std::tuple<at::Tensor, Optional, at::Tensor, at::Tensor>& outputs,
+                          std::pair<int64_t, int64_t> offset, const std::string& part) {
+  const at::Tensor &out = std::get<0>(outputs), &mean = std::get<2>(outputs), &rstd = std::get<3>(outputs);
+  const Optional& convolved = std::get<1>(outputs);
+  const auto params = params_of(own, out, weight, offset, 1);
+  const auto which = part_of(part);
+  TORCH_CHECK_VALUE(
+      kernels::depthwise_layer_norm_fits(params, own.element_size(), spatial::most_shared_bytes(own)),
+      "depthwise_layer_norm: the kernel takes images with channels last, of which 32 positions fit into a block");
+  AT_DISPATCH_V2(own.scalar_type(), "depthwise_layer_norm", AT_WRAP([&] {
+                   const auto in = planes<scalar_t>(own, halos);
+                   const kernels::DepthwiseLayerNormArgs<scalar_t> args{
+                       weight.const_data_ptr<scalar_t>(),
+                       bias ? bias->const_data_ptr<scalar_t>() : nullptr,
+                       norm.first.const_data_ptr<float>(),
+                       norm.second.const_data_ptr<float>(),
+                       static_cast<float>(eps),
+                       out.mutable_data_ptr<scalar_t>(),
+                       convolved ? convolved->mutable_data_ptr<scalar_t>() : nullptr,
+                       mean.mutable_data_ptr<float>(),
+                       rstd.mutable_data_ptr<float>()};
+                   where(own, TORCHTP_ON(stream, kernels::launch_depthwise_layer_norm(in, args, params, which, stream)),
+                         [&] { kernels::depthwise_layer_norm_cpu(in, args, params, which); });
                  }),
                  TORCHTP_KERNEL_TYPES);
 }
@@ -195,6 +227,9 @@ void bind_kernels(pybind11::module_& module) {
   py::module_ m = module.def_submodule("kernels");
   m.def("depthwise", &depthwise, py::arg("own"), py::arg("halos"), py::arg("weight"), py::arg("bias"), py::arg("out"),
         py::arg("offset"), py::arg("stride") = 1, py::arg("part") = "all");
+  m.def("depthwise_layer_norm", &depthwise_layer_norm, py::arg("own"), py::arg("halos"), py::arg("weight"),
+        py::arg("bias"), py::arg("norm"), py::arg("eps"), py::arg("outputs"), py::arg("offset"),
+        py::arg("part") = "all");
   m.def("depthwise_input_grad", &depthwise_input_grad, py::arg("own"), py::arg("halos"), py::arg("weight"),
         py::arg("out"), py::arg("offset"), py::arg("stride") = 1, py::arg("part") = "all");
   m.def("depthwise_weight_grad", &depthwise_weight_grad, py::arg("x"), py::arg("dy"), py::arg("dy_halos"),

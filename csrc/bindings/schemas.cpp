@@ -8,6 +8,9 @@
 #define CUT "int[] cut_dims, int[] cut_extents, str[] cut_groups"
 #define CONVOLUTION "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups"
 #define DEPTHWISE "int[] stride, int[] padding, int[] dilation"
+#define DEPTHWISE_LAYER_NORM                                                                            \
+  "Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, float eps, bool " \
+  "keep, " DEPTHWISE
 #define MAX_POOL "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 #define AVG_POOL \
   "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, int? divisor_override"
@@ -55,6 +58,12 @@ TORCH_LIBRARY(torchtp, m) {
   m.def(
       "layer_norm_channels_first_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+
+  // layer_norm_channels_first of a convolution with one filter a channel: also (the convolution's output, mean, rstd),
+  // the first of them empty unless `keep` is set or a gradient is wanted. pieces: by the kernel that reads halos where
+  // they arrive, where the other one goes by itself; on the CPU for tests, not differentiable.
+  m.def("depthwise_layer_norm(" DEPTHWISE_LAYER_NORM ", " CUT ") -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("depthwise_layer_norm_pieces(" DEPTHWISE_LAYER_NORM ", " CUT ") -> (Tensor, Tensor, Tensor, Tensor)");
 
   // residual + branch * gamma[c] * keep[n]; local. The backward's are of branch and gamma.
   m.def("layer_scale(Tensor residual, Tensor branch, Tensor? gamma, Tensor? keep) -> Tensor");

@@ -1,0 +1,138 @@
+#include "spatial/depthwise_layer_norm.h"
+
+#include <ATen/Dispatch_v2.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/util/Exception.h>
+
+#include "kernels/depthwise_layer_norm.h"
+#include "spatial/depthwise.h"
+#include "spatial/device.h"
+#include "spatial/layer_norm_channels_first.h"
+#include "spatial/slab.h"
+#include "spatial/surroundings.h"
+#ifdef TORCHTP_CUDA
+#include "kernels/depthwise_layer_norm_cuda.h"
+#endif
+
+namespace torchtp::spatial {
+namespace {
+
+using kernels::DepthwiseLayerNormArgs;
+using kernels::HaloPlanes;
+using kernels::Part;
+using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Optional = std::optional<at::Tensor>;
+
+at::Tensor numbers(const Optional& tensor, at::ScalarType type) {
+  return tensor ? tensor->to(type).contiguous() : at::Tensor();
+}
+
+template <typename T>
+const T* data_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
+}
+
+at::Tensor not_kept(const at::Tensor& like) { return at::empty({0}, like.options()); }
+
+void check(const at::Tensor& input, const at::Tensor& weight, const Optional& bias, const ConvolutionParams& params,
+           const ChannelNorm& norm, const std::vector<Cut>& cuts) {
+  TORCH_CHECK_VALUE(input.dim() == 4, "depthwise_layer_norm: input is [N, C, H, W], got ", input.dim(), " dims");
+  const int64_t channels = input.size(1);
+  TORCH_CHECK_VALUE(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1,
+                    "depthwise_layer_norm: weight is one filter a channel, [", channels, ", 1, kernel, kernel], got ",
+                    weight.sizes());
+  const auto check_row = [&](const char* name, const Optional& row) {
+    TORCH_CHECK_VALUE(!row || (row->dim() == 1 && row->size(0) == channels), "depthwise_layer_norm: ", name,
+                      " has one number for each of ", channels, " channels, got ", row->sizes());
+  };
+  check_row("bias", bias);
+  check_row("norm_weight", norm.weight);
+  check_row("norm_bias", norm.bias);
+  check_cuts(input, weight, params, cuts);
+}
+
+template <typename T>
+void run(const HaloPlanes<T>& planes, const DepthwiseLayerNormArgs<T>& args, const kernels::DepthwiseParams& params,
+         Part part, [[maybe_unused]] const at::Tensor& out) {
+#ifdef TORCHTP_CUDA
+  if (is_on_device(out)) {
+    const OnDevice device(out);
+    kernels::launch_depthwise_layer_norm(planes, args, params, part, device.stream());
+    return;
+  }
+#endif
+  kernels::depthwise_layer_norm_cpu(planes, args, params, part);
+}
+
+// Of an input whose channels come last.
+bool fits(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  const auto axis = [&](int64_t index) {
+    return kernels::DepthwiseAxis{static_cast<int32_t>(weight.size(index + 2)),
+                                  static_cast<int32_t>(params.stride[index]),
+                                  static_cast<int32_t>(params.dilation[index])};
+  };
+  const kernels::DepthwiseParams numbers{
+      input.size(0), static_cast<int32_t>(input.size(1)), 0, 0, 0, 0, axis(0), axis(1), true};
+  return input.size(1) > 0 &&
+         kernels::depthwise_layer_norm_fits(numbers, input.element_size(), most_shared_bytes(input));
+}
+
+}  // namespace
+
+bool has_depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  // What convolution gives to other code exchanges halos in another way.
+  return has_depthwise(input, weight, params) && input.suggest_memory_format() == at::MemoryFormat::ChannelsLast &&
+         fits(input, weight, params);
+}
+
+Four depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
+                          const ConvolutionParams& params, const ChannelNorm& norm, bool keep,
+                          const std::vector<Cut>& cuts) {
+  check(input, weight, bias, params, norm, cuts);
+  const at::Tensor x = dense(input);
+  if (has_depthwise_layer_norm(x, weight, params)) {
+    return depthwise_layer_norm_pieces(x, weight, bias, params, norm, keep, cuts);
+  }
+  const at::Tensor convolved = convolution(x, weight, bias, params, cuts);
+  const auto [out, mean, rstd] = layer_norm_channels_first(convolved, norm.weight, norm.bias, norm.eps);
+  return {out, keep ? convolved : not_kept(x), mean, rstd};
+}
+
+Four depthwise_layer_norm_pieces(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
+                                 const ConvolutionParams& params, const ChannelNorm& norm, bool keep,
+                                 const std::vector<Cut>& cuts) {
+  const auto format = at::MemoryFormat::ChannelsLast;
+  const at::Tensor x = input.contiguous(format), w = weight.contiguous();
+  TORCH_CHECK_VALUE(fits(x, w, params),
+                    "depthwise_layer_norm_pieces: the kernel takes filters with a stride and "
+                    "dilation of 1 whose window fits into a block's memory beside 32 positions of all channels");
+  const at::Tensor b = numbers(bias, x.scalar_type());
+  const at::Tensor norm_weight = numbers(norm.weight, at::kFloat), norm_bias = numbers(norm.bias, at::kFloat);
+  DepthwiseOutput output = depthwise_output(x, w, params, cuts);
+  output.params.channels_last = true;  // an empty shard does not say so
+  Surroundings surroundings(x, format, cuts, output.wanted);
+  const at::Tensor out = at::empty(output.sizes, x.options(), format);
+  const at::Tensor convolved = keep ? at::empty_like(out) : not_kept(x);
+  const at::Tensor mean = at::empty({output.sizes[0], output.sizes[2], output.sizes[3]}, x.options().dtype(at::kFloat));
+  const at::Tensor rstd = at::empty_like(mean);
+  AT_DISPATCH_V2(x.scalar_type(), "depthwise_layer_norm", AT_WRAP([&] {
+                   const DepthwiseLayerNormArgs<scalar_t> args{w.const_data_ptr<scalar_t>(),
+                                                               data_or_null<scalar_t>(b),
+                                                               data_or_null<float>(norm_weight),
+                                                               data_or_null<float>(norm_bias),
+                                                               static_cast<float>(norm.eps),
+                                                               out.mutable_data_ptr<scalar_t>(),
+                                                               keep ? convolved.mutable_data_ptr<scalar_t>() : nullptr,
+                                                               mean.mutable_data_ptr<float>(),
+                                                               rstd.mutable_data_ptr<float>()};
+                   inside_then_border<scalar_t>(surroundings, [&](Part part, const HaloPlanes<scalar_t>& planes) {
+                     run(planes, args, output.params, part, out);
+                   });
+                 }),
+                 at::kFloat, at::kHalf, at::kBFloat16);
+  surroundings.release();
+  return {out, convolved, mean, rstd};
+}
+
+}  // namespace torchtp::spatial

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "spatial/convolution.h"
+
+namespace torchtp::spatial {
+
+// The layer norm over dim 1, with a weight and a bias or without.
+struct ChannelNorm {
+  std::optional<at::Tensor> weight, bias;
+  double eps;
+};
+
+// Layer norm over the channels of a convolution with one filter a channel: (out, the convolution's output, mean, rstd),
+// the last three as convolution and layer_norm_channels_first give them. The second one is empty unless `keep`. On a
+// device in one pass where its kernel can, see has_depthwise_layer_norm; else one after the other.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> depthwise_layer_norm(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const ConvolutionParams& params, const ChannelNorm& norm, bool keep, const std::vector<Cut>& cuts);
+
+// Whether the kernel of kernels/depthwise_layer_norm.h takes a dense input. Ranks may differ, as an empty shard does
+// not tell its layout: both ways exchange the same halos.
+bool has_depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
+
+// By the kernel, halos left where they arrive; what needs none is computed while they are on their way. On the CPU its
+// twin runs: for tests of this way, right and not fast.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> depthwise_layer_norm_pieces(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    const ConvolutionParams& params, const ChannelNorm& norm, bool keep, const std::vector<Cut>& cuts);
+
+}  // namespace torchtp::spatial
