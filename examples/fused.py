@@ -14,7 +14,7 @@ import torchtp.nn as tnn
 
 
 class FusedBlock(Block):
-    """A ConvNeXt block: LayerNorm over C in one pass, and layer scale, DropPath and residual in another."""
+    """A ConvNeXt block: depthwise 7x7 and LayerNorm over C in one pass; layer scale, DropPath and residual in another."""
 
     def __init__(self, num_channels: int, drop_path: float):
         super().__init__(num_channels, drop_path)
@@ -22,7 +22,10 @@ class FusedBlock(Block):
         self.norm = channel_norm(num_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.depthwise(x)).permute(0, 2, 3, 1)
+        first, norm = self.depthwise, self.norm
+        y = tnn.depthwise_layer_norm(
+            x, first.weight, first.bias, norm.weight, norm.bias, padding=3, eps=norm.eps
+        ).permute(0, 2, 3, 1)
         y = self.project(F.gelu(self.expand(y))).permute(0, 3, 1, 2)
         path = self.drop_path
         keep = path.mask.flatten() if path.mask is not None and path.training and path.probability > 0 else None

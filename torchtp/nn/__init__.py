@@ -3,12 +3,13 @@
 Their forward takes a DTensor cut by a `torchtp.Layout`, or a plain tensor, for the result of torch.nn. Gradients
 of their parameters are contributions to the mean over `layout.group`: average them there, by DistributedDataParallel or
 `torchtp.parallelize`. Layers of torch.nn work inside `torchtp.parallelize` as they are; these need no such frame, and
-pad in every mode without gathering. On plain tensors of one device, without any process group, LayerNorm2d, LayerScale
-and depthwise convolutions run torchtp's kernels.
+pad in every mode without gathering. On plain tensors of one device, without any process group, LayerNorm2d, LayerScale,
+depthwise convolutions and depthwise_layer_norm, which is one of them with a LayerNorm2d behind, run torchtp's kernels.
 """
 
 from torchtp.nn.convert import convert
 from torchtp.nn.convolution import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from torchtp.nn.depthwise_layer_norm import depthwise_layer_norm
 from torchtp.nn.layer_scale import LayerScale, layer_scale
 from torchtp.nn.linear import Linear
 from torchtp.nn.norm import (
@@ -66,5 +67,6 @@ __all__ = [
     "MaxPool3d",
     "Upsample",
     "convert",
+    "depthwise_layer_norm",
     "layer_scale",
 ]

@@ -1,0 +1,80 @@
+"""A depthwise convolution and the LayerNorm behind it in one pass over images, cut or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from torchtp import lazy
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import cut_of, dense_stride
+
+Pair = int | Sequence[int]
+
+
+def depthwise_layer_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Convolve [N, C, H, W] with one filter a channel, `weight` [C, 1, kH, kW], and norm the result over its channels.
+
+    As LayerNorm2d behind Conv2d with groups=C, whose parameters these are; plain ones. Under autocast the convolution's
+    are cast as there. Raises ValueError where the sizes do not fit.
+    """
+    weight, bias, norm_weight, norm_bias = (lazy.unwrap(tensor) for tensor in (weight, bias, norm_weight, norm_bias))
+    params = _pair(stride), _pair(padding), _pair(dilation)
+    if not isinstance(input, DTensor):
+        return _on_own_rows(input, weight, bias, norm_weight, norm_bias, eps, params, ([], [], []))
+    kept = tuple(p if type(p) is Shard and p.dim != 1 else Replicate() for p in input.placements)
+    if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
+        notice.gathering(torch.ops.aten.convolution.default, input.shape, input.dtype)
+    mesh = input.device_mesh
+    factor = math.prod(mesh.size(axis) for axis, place in enumerate(kept) if isinstance(place, Shard))
+    weight = lazy.Scaled.apply(weight, factor)
+    bias, norm_weight, norm_bias = (
+        parameter if parameter is None else lazy.Scaled.apply(parameter, factor)
+        for parameter in (bias, norm_weight, norm_bias)
+    )
+    cut = cut_of(mesh, kept, input.shape)
+    lists = ([], [], []) if cut is None else (cut.dims, cut.extents, cut.groups)
+    local = input.redistribute(placements=kept).to_local(grad_placements=kept)
+    output = _on_own_rows(local, weight, bias, norm_weight, norm_bias, eps, params, lists)
+    extents = [
+        (extent + 2 * p - d * (kernel - 1) - 1) // s + 1
+        for extent, kernel, s, p, d in zip(input.shape[2:], weight.shape[2:], *params, strict=True)
+    ]
+    shape = torch.Size([*input.shape[:2], *extents])
+    stride_of_all = dense_stride(shape, output.stride())
+    return DTensor.from_local(output, mesh, kept, run_check=False, shape=shape, stride=stride_of_all)
+
+
+def _pair(value: Pair) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def _on_own_rows(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    params: tuple[list[int], list[int], list[int]],
+    cut: tuple[list[int], list[int], list[str]],
+) -> torch.Tensor:
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):  # as autocast does to F.conv2d
+        dtype = torch.get_autocast_dtype(kind)
+        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    op = torch.ops.torchtp.depthwise_layer_norm
+    return op(input, weight, bias, norm_weight, norm_bias, eps, False, *params, *cut)[0]
