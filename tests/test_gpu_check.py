@@ -100,6 +100,8 @@ def _figures():
         {"case": "l", "kind": "layer norm", "stage": 1, "dtype": "fp32", "bytes": {"forward": 4e8, "backward": 2e8},
          "ours": {"channels first": {"forward": 1e-4, "backward": 1e-4}},
          "theirs": {"channels first": {"forward": 2e-4, "backward": 2e-4}}},
+        {"case": "n", "kind": "depthwise layer norm", "stage": 1, "dtype": "bf16", "flop": {"forward": 3e9},
+         "bytes": {"forward": 3e8}, "ours": {"forward": 1e-4}, "two_ops": {"forward": 1.5e-4}, "theirs": {"forward": 4e-4}},
         {"case": "h", "kind": "halo pack", "what": "small", "bytes": 1000, "moved": 2000, "ours": {"pack": 6e-6},
          "theirs": {"narrow and copy": 1e-5}},
         {"case": "a", "variant": "(a) reference", "precision": "fp32", "step_s": 2.0, "peak_allocated_GiB": 43.0, **step},
@@ -132,6 +134,7 @@ def test_the_page_compares_figures_with_targets():
     assert found["the article's step: memory over the reference"].figures == [pytest.approx(0.6)]
     made = page.text(results)
     assert "a card" in made and "wrong / and long" in made
+    assert "| stage 1, bf16, forward | 100.0 | 150.0 | 400.0 | 1.50 | 4.00 | 75% |" in made
     assert not page.all_well(results)
     results["about"]["dry_run"] = True
     assert not any(outcome.figures for outcome in targets.outcomes(results))
@@ -159,7 +162,7 @@ def _dry_run(out, *arguments):
 def test_the_kernels_times_are_taken_without_a_card_too(tmp_path):
     parts = _dry_run(tmp_path, "--only", "kernel times")
     assert {row["kind"] for row in parts["kernel times"]} == {
-        "depthwise", "layer norm", "halo pack", "bucket pack", "op",
+        "depthwise", "layer norm", "depthwise layer norm", "halo pack", "bucket pack", "op",
     }  # fmt: skip
 
 

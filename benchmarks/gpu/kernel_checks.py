@@ -84,35 +84,40 @@ def depthwise(kernel: int, stride: int, dtype: torch.dtype, layout: Any) -> Run:
     return run
 
 
+def _own(tensor: Tensor, depths: Sequence[int]) -> Tensor:
+    """What is left without halos of `depths` above, below, left and right."""
+    top, bottom, left, right = depths
+    return tensor[:, :, top : tensor.shape[2] - bottom, left : tensor.shape[3] - right]
+
+
+def _pieces(tensor: Tensor, depths: Sequence[int], layout: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """Own rows and columns, and those halos."""
+    top, bottom, left, right = depths
+    columns = slice(left, tensor.shape[3] - right)
+    halos = [
+        tensor[:, :, :top, columns] if top else None,
+        tensor[:, :, tensor.shape[2] - bottom :, columns] if bottom else None,
+        tensor[..., :left] if left else None,
+        tensor[..., tensor.shape[3] - right :] if right else None,
+    ]
+    return _own(tensor, depths).clone(memory_format=layout), [
+        None if halo is None else halo.clone(memory_format=layout) for halo in halos
+    ]
+
+
 def depthwise_with_halos(kernel: int, dtype: torch.dtype, layout: Any) -> Run:
     """Own rows and columns and what the neighbours sent as separate pieces; interior and border as separate launches."""
 
     def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
         reach, channels = kernel // 2, rng.choice([3, 32, 40])
-        top, bottom, left, right = (rng.choice([0, reach]) for _ in range(4))
+        depths = [rng.choice([0, reach]) for _ in range(4)]
         height, width = rng.randint(kernel, 60), rng.randint(kernel, 60)
-        sizes = (rng.randint(1, 2), channels, top + height + bottom, left + width + right)
+        sizes = (rng.randint(1, 2), channels, height + sum(depths[:2]), width + sum(depths[2:]))
         full, full_dy = (_draw(rng, sizes, dtype, layout, device) for _ in range(2))
         weight = _draw(rng, (channels, 1, kernel, kernel), dtype, torch.contiguous_format, device)
         bias = _draw(rng, (channels,), dtype, None, device)
 
-        def cut(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
-            return tensor[:, :, rows, columns].clone(memory_format=layout)
-
-        def pieces(tensor: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-            rows, columns = slice(top, top + height), slice(left, left + width)
-            halos = [
-                cut(tensor, slice(0, top), columns) if top else None,
-                cut(tensor, slice(top + height, None), columns) if bottom else None,
-                cut(tensor, slice(None), slice(0, left)) if left else None,
-                cut(tensor, slice(None), slice(left + width, None)) if right else None,
-            ]
-            return cut(tensor, rows, columns), halos
-
-        def own(tensor: Tensor) -> Tensor:
-            return tensor[:, :, top : top + height, left : left + width]
-
-        (x, halos), (dy, dy_halos) = pieces(full), pieces(full_dy)
+        (x, halos), (dy, dy_halos) = _pieces(full, depths, layout), _pieces(full_dy, depths, layout)
         out, dx = (_poisoned(x.shape, dtype, layout, device) for _ in range(2))
         dw = _poisoned(weight.shape, dtype, torch.contiguous_format, device)
         for part in ("interior", "border"):
@@ -125,10 +130,51 @@ def depthwise_with_halos(kernel: int, dtype: torch.dtype, layout: Any) -> Run:
         (dx_all,) = torch.autograd.grad(expected, wide_x, full_dy.double(), retain_graph=True)
         # Products of own inputs only: this rank's share.
         mine = torch.zeros_like(full, dtype=torch.float64)
-        own(mine).copy_(own(full))
+        _own(mine, depths).copy_(_own(full, depths))
         shares = F.conv2d(mine, wide_w, padding=reach, groups=channels)
         (dw_all,) = torch.autograd.grad(shares, wide_w, full_dy.double())
-        return {"output": (out, own(expected).detach()), "input": (dx, own(dx_all)), "weight": (dw, dw_all)}
+        return {
+            "output": (out, _own(expected, depths).detach()),
+            "input": (dx, _own(dx_all, depths)),
+            "weight": (dw, dw_all),
+        }
+
+    return run
+
+
+def depthwise_layer_norm(kernel: int, channels: int, dtype: torch.dtype) -> Run:
+    """The op on whole images, channels last; and the kernel with halos, interior and border as separate launches."""
+
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        reach, layout = kernel // 2, torch.channels_last
+        depths = [rng.choice([0, reach]) for _ in range(4)]
+        height, width = rng.randint(kernel, 40), rng.randint(kernel, 40)
+        sizes = (rng.randint(1, 2), channels, height + sum(depths[:2]), width + sum(depths[2:]))
+        full = _draw(rng, sizes, dtype, layout, device)
+        weight = _draw(rng, (channels, 1, kernel, kernel), dtype, torch.contiguous_format, device)
+        bias, w, b = (_draw(rng, (channels,), dtype, None, device) for _ in range(3))
+        params = [1, 1], [reach, reach], [1, 1]
+
+        def reference(x: Tensor, weight: Tensor, bias: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            convolved = F.conv2d(x, weight, bias, *params, channels).movedim(1, -1)
+            return F.layer_norm(convolved, (channels,), w, b, 1e-5).movedim(-1, 1)
+
+        pairs = _with_gradients(
+            lambda *inputs: OPS.depthwise_layer_norm(*inputs, 1e-5, False, *params, *NO_CUT)[0],
+            reference,
+            [full, weight, bias, w, b],
+            rng,
+        )
+        x, halos = _pieces(full, depths, layout)
+        out, convolved = (_poisoned(x.shape, dtype, layout, device) for _ in range(2))
+        mean, rstd = (torch.full((x.shape[0], height, width), float("nan"), device=device) for _ in range(2))
+        outputs, factors = (out, convolved, mean, rstd), (w.float(), b.float())
+        for part in ("interior", "border"):
+            KERNELS.depthwise_layer_norm(x, halos, weight, bias, factors, 1e-5, outputs, (reach, reach), part)
+        wide = [t.double() for t in (full, weight, bias, w, b)]
+        pairs["with halos"] = (out, _own(reference(*wide), depths))
+        pairs["convolution"] = (convolved, _own(F.conv2d(*wide[:3], *params, channels), depths))
+        return pairs
 
     return run
 
@@ -250,6 +296,10 @@ def cases() -> Iterator[tuple[str, torch.dtype, Run]]:
                 yield name, dtype, depthwise_with_halos(kernel, dtype, layout)
             for channels in (8, 96, 257, 1024, 2048):
                 yield f"layer norm over {channels}, {where}", dtype, layer_norm(channels, dtype, layout)
+            if layout is torch.channels_last:
+                for kernel, channels in [(7, 96), (7, 1024), (3, 257), (5, 32), (13, 40)]:
+                    name = f"depthwise {kernel}x{kernel} and layer norm over {channels}, {where}"
+                    yield name, dtype, depthwise_layer_norm(kernel, channels, dtype)
             for kind in ("batch", "group"):
                 yield f"{kind} norm, {where}", dtype, norm(kind, dtype, layout)
             for mode in ("nearest", "bilinear", "bicubic"):

@@ -148,6 +148,46 @@ def layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
     return row
 
 
+def depthwise_layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
+    """7x7 and the norm over C behind it, channels last: in one pass, by two ops of ours, and PyTorch's."""
+    shape, dtype, device = _shape(part, stage), DTYPES[kind], part.device
+    c, numel = shape[1], torch.Size(shape).numel()
+    at: tuple[list[int], list[int], list[int]] = ([1, 1], [REACH, REACH], [1, 1])
+
+    def two_ops(x: Tensor, weight: Tensor, bias: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        convolved = OPS.convolution(x, weight, bias, *at, False, [0, 0], c, [], [], [])
+        return OPS.layer_norm_channels_first(convolved, w, b, 1e-6)[0]
+
+    def theirs(x: Tensor, weight: Tensor, bias: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        convolved = F.conv2d(x, weight, bias, padding=REACH, groups=c)
+        return F.layer_norm(convolved.permute(0, 2, 3, 1), (c,), w, b, 1e-6).permute(0, 3, 1, 2)
+
+    def make() -> list[Tensor]:
+        x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=torch.channels_last)
+        return [x, *(torch.randn(size, device=device).to(dtype) for size in ((c, 1, 7, 7), (c,), (c,), (c,)))]
+
+    num_bytes, access = 3 * numel * dtype.itemsize, numel * dtype.itemsize
+    return {
+        "kind": "depthwise layer norm",
+        "stage": stage + 1,
+        "dtype": kind,
+        "shape": list(shape),
+        "flop": {"forward": 98 * numel, "backward": 196 * numel},
+        # Forward: in, the convolution's output for backward, out. Backward: 3 of the norm, 2 for each gradient.
+        "bytes": {"forward": 3 * access, "backward": 7 * access},
+        "ours": _both(
+            part,
+            lambda x, weight, bias, w, b: OPS.depthwise_layer_norm(x, weight, bias, w, b, 1e-6, False, *at, [], [], [])[
+                0
+            ],
+            make,
+            num_bytes,
+        ),
+        "two_ops": _both(part, two_ops, make, num_bytes),
+        "theirs": _both(part, theirs, make, num_bytes),
+    }
+
+
 def halo_pack(part: Part, name: str, shape: tuple[int, ...], dim: int, depth: int) -> dict[str, Any]:
     """Both sides of a dim into one buffer, and back."""
     device = part.device
@@ -291,6 +331,12 @@ def run(part: Part, options: argparse.Namespace) -> None:
     for kind in DTYPES:
         for stage in range(1 if part.dry else len(STAGES)):
             part.case(f"layer norm, stage {stage + 1}, {kind}", lambda s=stage, k=kind: layer_norm(part, s, k))  # type: ignore[misc]
+    for kind in DTYPES:
+        for stage in range(1 if part.dry else len(STAGES)):
+            part.case(
+                f"depthwise and layer norm, stage {stage + 1}, {kind}",
+                lambda s=stage, k=kind: depthwise_layer_norm(part, s, k),  # type: ignore[misc]
+            )
     first = _shape(part, 0)
     n, c, h, w = first
     halos = [("3 columns, channels first", first, 3, 3), ("3 rows, channels first", first, 2, 3)]

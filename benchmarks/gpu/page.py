@@ -60,6 +60,7 @@ def text(results: dict[str, Any]) -> str:
         "### Ceilings measured in the run\n\n" + _ceilings(rows),
         *_section("Depthwise convolutions 7x7", _depthwise(rows)),
         *_section("Layer norm over channels", _layer_norm(rows)),
+        *_section("Depthwise convolution 7x7 and layer norm, channels last", _depthwise_layer_norm(rows)),
         *_section("Moving", _moving(rows)),
         *_section("Other ops", _ops(rows)),
         *_section("The article's workload", _article(rows)),
@@ -159,6 +160,31 @@ def _layer_norm(rows: list[Row]) -> str:
                 label = f"stage {row['stage']}, {row['dtype']}, {layout}"
                 lines += _both_passes(label, row, ours, row["theirs"][best], f" ({best})", speed)
     return table(_HEADINGS, lines) if lines else ""
+
+
+def _depthwise_layer_norm(rows: list[Row]) -> str:
+    peak, speed = ceiling(rows, "fma fp32", "flop_per_s"), ceiling(rows, "copy", "bytes_per_s")
+    lines = []
+    for row in rows:
+        if row.get("kind") != "depthwise layer norm":
+            continue
+        for name, taken in row["ours"].items():
+            two, theirs = row["two_ops"][name], row["theirs"][name]
+            floor = max(row["flop"][name] / peak, row["bytes"][name] / speed) if peak and speed else 0.0
+            lines.append([
+                f"stage {row['stage']}, {row['dtype']}, {name}", _us(taken), _us(two), _us(theirs),
+                f"{two / taken:.2f}", f"{theirs / taken:.2f}", f"{floor / taken:.0%}",
+            ])  # fmt: skip
+    headings = [
+        "",
+        "us",
+        "by two ops, us",
+        "PyTorch, us",
+        "times as fast as two ops",
+        "as PyTorch",
+        "of the higher ceiling (FMA, copying)",
+    ]
+    return table(headings, lines) if lines else ""
 
 
 def _ops(rows: list[Row]) -> str:
