@@ -9,9 +9,9 @@
 #include "core/clock.h"
 #include "core/deadline.h"
 #include "core/format.h"
-#include "shm/bell.h"
 #include "shm/heap.h"
 #include "shm/liveness.h"
+#include "shm/protocol.h"
 #include "shm/ring.h"
 #include "shm/segment.h"
 #include "shm/stall.h"
@@ -65,7 +65,7 @@ class Group::Arrival final : public Awaited {
   uint64_t missing() override {
     uint64_t mask = 0;
     for (int rank = 0; rank < group_.size_; ++rank) {
-      const uint64_t at = announcement(rank).round.load();
+      const uint64_t at = group_.protocol_->round_of(rank, group_.round_);
       if (at == group_.round_) continue;
       if (at + 2 != group_.round_ && (at != 0 || group_.round_ > 2)) {
         group_.fail(cat("the memory of the group is damaged: rank ", group_.called(rank), " stands in round ", at,
@@ -81,15 +81,12 @@ class Group::Arrival final : public Awaited {
   std::string describe_peer(int rank) override {
     if (group_.round_ < 2) return "has called nothing yet";
     // Overwritten only after that rank has come to our round.
-    const std::string last = group_.describe(group_.read_announcement(rank, (group_.round_ - 1) & 1).fingerprint, "");
+    const std::string last = group_.describe(group_.protocol_->announced(rank, group_.round_ - 1).fingerprint, "");
     return has_arrived(rank) ? "" : "last called " + last;
   }
 
  private:
-  const Announcement& announcement(int rank) const {
-    return group_.segment_->control().ranks[rank].announcements[group_.round_ & 1];
-  }
-  bool has_arrived(int rank) const { return announcement(rank).round.load() == group_.round_; }
+  bool has_arrived(int rank) const { return group_.protocol_->has_arrived(rank, group_.round_); }
 
   Group& group_;
   int next_ = 0;
@@ -104,6 +101,7 @@ Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_p
       spins_(spins(size)),
       segment_(std::move(segment)),
       liveness_(std::move(liveness)),
+      protocol_(std::make_unique<Protocol<Processes>>(segment_->control(), rank, size)),
       heap_(std::make_unique<Heap>(segment_, rank)),
       timeout_ms_(options_.timeout.count()),
       announced_(size),
@@ -125,37 +123,14 @@ void Group::round(const Fingerprint& fingerprint, int64_t heap_offset) {
   check();
   ++round_;
   fingerprint_ = fingerprint;
-  const int parity = round_ & 1;
-  // Nobody needs this announcement any more: it was the one of two rounds ago, and all have come to the last round.
-  Announcement& mine = segment_->control().ranks[rank_].announcements[parity];
-  uint64_t words[kFingerprintWords];
-  std::memcpy(words, &fingerprint, sizeof(words));
-  for (size_t i = 0; i < kFingerprintWords; ++i) mine.fingerprint[i].store(words[i], std::memory_order_relaxed);
-  mine.heap_offset.store(heap_offset, std::memory_order_relaxed);
-  mine.arrived_ns.store(now_ns(), std::memory_order_relaxed);
-  mine.round.store(round_);
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) notify(peer, Channel::kRound);
-  }
+  protocol_->announce(round_, {fingerprint, heap_offset, now_ns()});
   Arrival arrival(*this);
   wait(Channel::kRound, arrival);
-  for (int rank = 0; rank < size_; ++rank) announced_[rank] = read_announcement(rank, parity);
+  for (int rank = 0; rank < size_; ++rank) announced_[rank] = protocol_->announced(rank, round_);
   compare_fingerprints();
   if (fingerprint.sequence == arrived_at_) return;
   arrived_at_ = fingerprint.sequence;
-  for (int rank = 0; rank < size_; ++rank) {
-    arrivals_[rank] = segment_->control().ranks[rank].announcements[parity].arrived_ns.load(std::memory_order_relaxed);
-  }
-}
-
-Group::Announced Group::read_announcement(int rank, int parity) const {
-  const Announcement& theirs = segment_->control().ranks[rank].announcements[parity];
-  uint64_t words[kFingerprintWords];
-  for (size_t i = 0; i < kFingerprintWords; ++i) words[i] = theirs.fingerprint[i].load(std::memory_order_relaxed);
-  Announced announced;
-  std::memcpy(&announced.fingerprint, words, sizeof(words));
-  announced.heap_offset = theirs.heap_offset.load(std::memory_order_relaxed);
-  return announced;
+  for (int rank = 0; rank < size_; ++rank) arrivals_[rank] = announced_[rank].arrived_ns;
 }
 
 // All ranks see the same announcements, so all find the same pair and throw the same words.
@@ -174,7 +149,7 @@ void Group::compare_fingerprints() {
 std::vector<int> Group::absent() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < size_; ++rank) {
-    if (segment_->control().ranks[rank].announcements[round_ & 1].round.load() < round_) ranks.push_back(rank);
+    if (protocol_->round_of(rank, round_) < round_) ranks.push_back(rank);
   }
   return ranks;
 }
@@ -215,31 +190,16 @@ int64_t Group::heap_offset(const void* pointer, size_t num_bytes) const {
   return owns(pointer, num_bytes) ? static_cast<const std::byte*>(pointer) - heap(rank_) : -1;
 }
 
-void Group::abort(const std::string& why) noexcept {
-  Control& control = segment_->control();
-  uint32_t expected = kRunning;
-  if (!control.abort_state.compare_exchange_strong(expected, kWritingCause)) return;
-  const size_t length = std::min(why.size(), kCauseBytes - 1);
-  std::memcpy(control.cause, why.data(), length);
-  control.cause[length] = 0;
-  control.abort_state.store(kAborted);
-  for (int peer = 0; peer < size_; ++peer) {
-    for (Bell& bell : control.ranks[peer].bells) ring(bell);
-  }
-}
-
-bool Group::aborted() const noexcept { return segment_->control().abort_state.load() != kRunning; }
+void Group::abort(const std::string& why) noexcept { protocol_->abort(why); }
+bool Group::aborted() const noexcept { return protocol_->abort_state() != kRunning; }
 
 void Group::check() const {
   if (!aborted()) return;
-  const Control& control = segment_->control();
   // Whoever writes the cause may die over it: do not wait long.
   const Deadline patience{kPatienceForCause};
-  while (control.abort_state.load() != kAborted && !patience.passed()) std::this_thread::yield();
-  if (control.abort_state.load() != kAborted) throw Error(cat("torchtp group '", name(), "' was aborted"));
-  std::string cause(control.cause, kCauseBytes);
-  cause.resize(strnlen(cause.data(), cause.size()));
-  throw Error(cat("torchtp group '", name(), "': ", printable(std::move(cause))));
+  while (protocol_->abort_state() != kAborted && !patience.passed()) std::this_thread::yield();
+  if (protocol_->abort_state() != kAborted) throw Error(cat("torchtp group '", name(), "' was aborted"));
+  throw Error(cat("torchtp group '", name(), "': ", printable(protocol_->cause())));
 }
 
 void Group::fail(const std::string& why) {
@@ -249,20 +209,13 @@ void Group::fail(const std::string& why) {
 }
 
 void Group::leave() noexcept {
-  if (getpid() != process_) return;  // a forked child is not the rank
-  Control& control = segment_->control();
-  if (control.ranks[rank_].left.exchange(1) != 0) return;
-  for (int peer = 0; peer < size_; ++peer) {
-    for (Bell& bell : control.ranks[peer].bells) ring(bell);
-  }
+  if (getpid() == process_) protocol_->leave();  // a forked child is not the rank
 }
 
 void Group::set_timeout(milliseconds timeout) { timeout_ms_ = timeout.count(); }
 milliseconds Group::timeout() const { return milliseconds(timeout_ms_.load()); }
 
-void Group::notify(int peer, Channel channel) const {
-  ring(segment_->control().ranks[peer].bells[static_cast<int>(channel)]);
-}
+void Group::notify(int peer, Channel channel) const { ring(protocol_->bell(peer, channel)); }
 
 RingWriter Group::ring_to(int peer, Channel channel) const { return RingWriter(segment_, channel, rank_, peer); }
 RingReader Group::ring_from(int peer, Channel channel) const { return RingReader(segment_, channel, peer, rank_); }

@@ -62,6 +62,10 @@ class Awaited {
   }
 };
 
+struct Announced;
+struct Processes;
+template <typename World>
+class Protocol;
 class Segment;
 class Heap;
 class Liveness;
@@ -145,13 +149,6 @@ class Group : public std::enable_shared_from_this<Group> {
   class Arrival;
 
   int called(int rank) const { return options_.called.empty() ? rank : options_.called[rank]; }
-  // What a rank has announced, read once from shared memory.
-  struct Announced {
-    Fingerprint fingerprint;
-    int64_t heap_offset = -1;
-  };
-
-  Announced read_announcement(int rank, int parity) const;
   void compare_fingerprints();
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
@@ -166,12 +163,13 @@ class Group : public std::enable_shared_from_this<Group> {
   const int spins_;
   std::shared_ptr<Segment> segment_;
   std::unique_ptr<Liveness> liveness_;
+  std::unique_ptr<Protocol<Processes>> protocol_;
   std::unique_ptr<Heap> heap_;
   std::atomic<int64_t> timeout_ms_;
   uint64_t round_ = 0;
   Fingerprint fingerprint_;  // mine of this round
   std::string label_;
-  std::vector<Announced> announced_;    // by all ranks for the last round
+  std::vector<Announced> announced_;    // by all ranks for the last round, read once from shared memory
   uint64_t arrived_at_ = ~uint64_t{0};  // the sequence number of arrivals_
   std::vector<int64_t> arrivals_;
 };

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -16,26 +17,51 @@ constexpr size_t kPage = 4096;
 constexpr size_t kCauseBytes = 3072;
 constexpr size_t kFingerprintWords = sizeof(Fingerprint) / sizeof(uint64_t);
 
+// Words of the world in which the protocol runs (protocol.h): World::Atomic<T>.
+
 // Rung when something a rank may wait for became true, but only while somebody sleeps.
-struct alignas(kLine) Bell {
-  std::atomic<uint32_t> rung;
-  std::atomic<uint32_t> sleepers;
+template <typename World>
+struct alignas(kLine) BellOf {
+  typename World::template Atomic<uint32_t> rung;
+  typename World::template Atomic<uint32_t> sleepers;
 };
 
 // What a rank announces for a round: the words are written before `round`, read after it. They are atomic because one
 // who waits for a rank may look at what it announced last while it announces anew.
-struct alignas(kLine) Announcement {
-  std::atomic<uint64_t> round;
-  std::atomic<uint64_t> fingerprint[kFingerprintWords];
-  std::atomic<int64_t> heap_offset;
-  std::atomic<int64_t> arrived_ns;  // core/clock.h
+template <typename World>
+struct alignas(kLine) AnnouncementOf {
+  typename World::template Atomic<uint64_t> round;
+  typename World::template Atomic<uint64_t> fingerprint[kFingerprintWords];
+  typename World::template Atomic<int64_t> heap_offset;
+  typename World::template Atomic<int64_t> arrived_ns;  // core/clock.h
 };
 
-struct alignas(kLine) RankControl {
-  std::atomic<uint32_t> left;
-  Bell bells[kNumChannels];
-  Announcement announcements[2];  // rounds alternate
+template <typename World>
+struct alignas(kLine) RankControlOf {
+  typename World::template Atomic<uint32_t> left;
+  BellOf<World> bells[kNumChannels];
+  AnnouncementOf<World> announcements[2];  // rounds alternate
 };
+
+enum AbortState : uint32_t { kRunning = 0, kWritingCause = 1, kAborted = 2 };
+
+template <typename World>
+struct ControlOf {
+  alignas(kLine) typename World::template Atomic<uint32_t> abort_state;
+  char cause[kCauseBytes];  // ends with a zero; complete when abort_state is kAborted
+  RankControlOf<World> ranks[kMaxRanks];
+};
+
+// Ranks as processes of one kernel.
+struct Processes {
+  template <typename T>
+  using Atomic = std::atomic<T>;
+  static void wake(std::atomic<uint32_t>& word) noexcept;
+  // Unless the word has another value; until somebody wakes it, and not for longer.
+  static void sleep(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds at_most) noexcept;
+};
+
+using Control = ControlOf<Processes>;
 
 // Positions count bytes since the beginning of time; see NOTE [restart] in ring.h.
 struct RingControl {
@@ -43,14 +69,6 @@ struct RingControl {
   std::atomic<uint64_t> restart_from;
   std::atomic<uint64_t> restart_at;
   alignas(kLine) std::atomic<uint64_t> tail;
-};
-
-enum AbortState : uint32_t { kRunning = 0, kWritingCause = 1, kAborted = 2 };
-
-struct Control {
-  alignas(kLine) std::atomic<uint32_t> abort_state;
-  char cause[kCauseBytes];  // ends with a zero; complete when abort_state is kAborted
-  RankControl ranks[kMaxRanks];
 };
 
 static_assert(sizeof(Fingerprint) % sizeof(uint64_t) == 0 && std::has_unique_object_representations_v<Fingerprint>,

@@ -5,9 +5,9 @@
 
 #include "core/deadline.h"
 #include "core/format.h"
-#include "shm/bell.h"
 #include "shm/group.h"
 #include "shm/liveness.h"
+#include "shm/protocol.h"
 #include "shm/segment.h"
 #include "shm/stall.h"
 
@@ -21,6 +21,17 @@ using std::chrono::nanoseconds;
 constexpr auto kYieldTime = milliseconds(1);
 constexpr auto kFirstNap = milliseconds(2);
 constexpr auto kLongestNap = milliseconds(25);  // a death is noticed so soon at the latest
+
+// Tells the processor that this is a spinning loop.
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int first_rank(uint64_t mask) { return __builtin_ctzll(mask); }
 
 }  // namespace
 
@@ -44,10 +55,8 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
   Stall stall(*liveness_, options_.called);
   bool reported = false;
-  Bell& bell = segment_->control().ranks[rank_].bells[static_cast<int>(channel)];
-  for (nanoseconds longest = kFirstNap;; longest = std::min<nanoseconds>(2 * longest, kLongestNap)) {
-    Nap nap(bell);
-    if (awaited.ready()) break;
+  nanoseconds longest = kFirstNap / 2;
+  const auto look = [&] {
     look_for_trouble(awaited);
     stall.look(awaited);
     if (deadline.passed()) {
@@ -57,8 +66,10 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
       reported = true;
       report(stall.describe(awaited, in_words(stall.age())));
     }
-    nap.sleep(std::min(longest, deadline.left()));
-  }
+    longest = std::min<nanoseconds>(2 * longest, kLongestNap);
+    return std::min(longest, deadline.left());
+  };
+  protocol_->sleep_until(channel, [&] { return awaited.ready(); }, look);
   if (reported) report(cat(awaited.describe(), " goes on after ", in_words(stall.age())));
 }
 
@@ -70,22 +81,15 @@ void Group::report(const std::string& what) const {
 
 void Group::look_for_trouble(Awaited& awaited) {
   check();
-  const Control& control = segment_->control();
-  uint64_t left = 0;
-  for (int peer = 0; peer < size_; ++peer) {
-    // In this order: who leaves says so before its process ends.
-    const bool dead = liveness_->is_dead(peer);
-    if (control.ranks[peer].left.load() != 0) {
-      left |= uint64_t{1} << peer;
-    } else if (dead) {
-      fail(cat("rank ", called(peer), " died (its process is gone) while rank ", called(rank_), " waited in ",
-               awaited.describe()));
-    }
+  Gone gone = protocol_->gone([&](int peer) { return liveness_->is_dead(peer); });
+  if (gone.dead != 0) {
+    fail(cat("rank ", called(first_rank(gone.dead)), " died (its process is gone) while rank ", called(rank_),
+             " waited in ", awaited.describe()));
   }
-  if (left == 0 || awaited.ready()) return;
-  if (awaited.is_hopeless(left)) {
-    left &= awaited.missing();
-    fail(cat(rank_list(left, options_.called), " left the group while rank ", called(rank_), " waited in ",
+  if (gone.left == 0 || awaited.ready()) return;
+  if (awaited.is_hopeless(gone.left)) {
+    gone.left &= awaited.missing();
+    fail(cat(rank_list(gone.left, options_.called), " left the group while rank ", called(rank_), " waited in ",
              awaited.describe()));
   }
 }

@@ -1,11 +1,11 @@
-#include "shm/bell.h"
-
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <climits>
 #include <ctime>
+
+#include "shm/layout.h"
 
 namespace torchtp::shm {
 
@@ -18,22 +18,11 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-void ring(Bell& bell) noexcept {
-  if (bell.sleepers.load() == 0) return;
-  bell.rung.fetch_add(1);
-  futex(bell.rung, FUTEX_WAKE, INT_MAX, nullptr);
-}
+void Processes::wake(std::atomic<uint32_t>& word) noexcept { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }
 
-Nap::Nap(Bell& bell) : bell_(bell) {
-  bell_.sleepers.fetch_add(1);
-  rung_ = bell_.rung.load();
-}
-
-Nap::~Nap() { bell_.sleepers.fetch_sub(1); }
-
-void Nap::sleep(std::chrono::nanoseconds at_most) {
+void Processes::sleep(std::atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds at_most) noexcept {
   const timespec time{static_cast<time_t>(at_most.count() / 1'000'000'000), at_most.count() % 1'000'000'000};
-  futex(bell_.rung, FUTEX_WAIT, rung_, &time);
+  futex(word, FUTEX_WAIT, value, &time);
 }
 
 }  // namespace torchtp::shm

@@ -1,0 +1,378 @@
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+// Goes through every order in which a few ranks can come to the words they share.
+namespace torchtp::test {
+
+// Ranks are fibers of one thread; before each access to a shared word the scheduler may go on with another rank. The
+// search is depth first, each run from the beginning, and ends a run in a state that has been seen: the shared words,
+// and for each rank what it has read since its last restart(). Accesses are sequentially consistent; a rank's
+// consecutive relaxed ones count as one.
+class Explorer {
+ public:
+  struct Program {
+    int num_ranks = 0;
+    int victim = -1;                      // may die before any access
+    std::function<void()> reset;          // all shared words are zero again; called before each run
+    std::function<void(int)> run;         // one rank; an exception that leaves it is a failure
+    std::function<void()> check_the_end;  // all have ended or died
+    std::function<uint64_t()> more_state = [] { return uint64_t{0}; };  // what no word and no rank's reading tells
+    bool relaxed_too = true;  // or a rank's relaxed accesses are one with what it does before
+  };
+
+  explicit Explorer(Program program);
+  Explorer(const Explorer&) = delete;
+  Explorer& operator=(const Explorer&) = delete;
+
+  // Returns how many states there are. Throws what the first failing run says, and its order of ranks.
+  uint64_t explore();
+
+  // For the program's ranks.
+  static Explorer& current() { return *current_; }
+  void point();                 // another rank may run now
+  void restart(uint64_t what);  // `what` tells all that this rank knows from here on
+  uint64_t known() const { return ranks_[running_].known; }
+  uint64_t last_read() const { return ranks_[running_].last_read; }
+  bool owns(int rank) const { return rank == running_; }
+  bool pause();  // until a shared word changes; false when no other rank can go on
+  bool is_dead(int rank, bool or_has_ended);
+  bool has_died(int rank) const { return ranks_[rank].state == State::kDead; }
+
+  // For Model::Atomic.
+  void access(bool relaxed);
+  void learned(uint64_t value);
+  void changed(const void* word, uint64_t before, uint64_t after);
+  void sleep(const void* word);
+  void wake(const void* word);
+  void note_failure(const std::string& why) { failure_ = why; }  // ends the run at the next access
+  void set_stays(bool stays) { stays_ = stays; }
+
+ private:
+  enum class State : uint8_t { kReady, kSleeping, kPausing, kEnded, kDead };
+  enum class Kind : uint8_t { kRun, kTimeOut, kDie };
+  struct Choice {
+    Kind kind;
+    int rank;
+  };
+  struct Rank {
+    State state = State::kReady;
+    uint64_t known = 0;
+    uint64_t last_read = 0;
+    const void* word = nullptr;  // that it sleeps on
+    bool relaxed = false;        // its last access
+    bool timed_out = false;
+    bool begun = false;
+    ucontext_t context;  // to begin with; from then on `jump`, which makes no system call
+    jmp_buf jump;
+    std::vector<char> stack;
+  };
+  struct Step {
+    std::vector<Choice> choices;
+    size_t taken = 0;
+  };
+
+  static void enter() { current_->body(); }
+  void body();
+  void begin_run();
+  void follow(const Choice& choice);
+  std::vector<Choice> choices() const;
+  uint64_t state() const;
+  void give_up_control();
+  [[noreturn]] void fail(const std::string& why) const;
+
+  static inline Explorer* current_ = nullptr;
+
+  const Program program_;
+  std::vector<Rank> ranks_;
+  jmp_buf scheduler_;
+  int running_ = -1;
+  bool stays_ = false;
+  uint64_t words_ = 0;  // a sum over all shared words
+  std::string failure_;
+  std::vector<Step> path_;
+  std::unordered_set<uint64_t> seen_;
+};
+
+constexpr size_t kStackBytes = size_t{128} << 10;
+constexpr size_t kMostSteps = 3000;  // a run of more goes round in a circle
+
+inline uint64_t mix(uint64_t a, uint64_t b) {
+  uint64_t x = a * 0x9e3779b97f4a7c15u + b + 0x7f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+inline Explorer::Explorer(Program program) : program_(std::move(program)), ranks_(program_.num_ranks) {
+  for (Rank& rank : ranks_) rank.stack.resize(kStackBytes);
+}
+
+inline uint64_t Explorer::explore() {
+  current_ = this;
+  seen_.clear();
+  path_.clear();
+  do {
+    begin_run();
+    for (size_t i = 0; i < path_.size(); ++i) follow(path_[i].choices[path_[i].taken]);
+    while (seen_.insert(state()).second) {
+      Step step{choices(), 0};
+      if (step.choices.empty()) {
+        try {
+          program_.check_the_end();
+        } catch (const std::exception& error) {
+          fail(error.what());
+        }
+        break;
+      }
+      path_.push_back(step);
+      follow(path_.back().choices[0]);
+      if (path_.size() > kMostSteps) fail("the ranks do not come to an end");
+    }
+    while (!path_.empty() && path_.back().taken + 1 == path_.back().choices.size()) path_.pop_back();
+    if (!path_.empty()) ++path_.back().taken;
+  } while (!path_.empty());
+  return seen_.size();
+}
+
+// A run that ends early leaves its fibers where they are: they own no memory but their stacks.
+inline void Explorer::begin_run() {
+  words_ = 0;
+  running_ = -1;
+  stays_ = false;
+  failure_.clear();
+  program_.reset();
+  for (Rank& rank : ranks_) {
+    rank.state = State::kReady;
+    rank.known = 0;
+    rank.relaxed = false;
+    getcontext(&rank.context);
+    rank.context.uc_stack.ss_sp = rank.stack.data();
+    rank.context.uc_stack.ss_size = rank.stack.size();
+    rank.begun = false;
+    makecontext(&rank.context, &Explorer::enter, 0);
+  }
+}
+
+inline void Explorer::body() {
+  const int rank = running_;
+  try {
+    program_.run(rank);
+  } catch (const std::exception& error) {
+    failure_ = "rank " + std::to_string(rank) + ": " + error.what();
+  }
+  ranks_[rank].state = State::kEnded;
+  learned(~uint64_t{0});
+  _longjmp(scheduler_, 1);
+}
+
+inline void Explorer::follow(const Choice& choice) {
+  Rank& rank = ranks_[choice.rank];
+  if (choice.kind == Kind::kDie) {
+    rank.state = State::kDead;
+    return;
+  }
+  rank.timed_out = choice.kind == Kind::kTimeOut;
+  rank.state = State::kReady;
+  running_ = choice.rank;
+  if (_setjmp(scheduler_) == 0) {
+    if (rank.begun) _longjmp(rank.jump, 1);
+    rank.begun = true;
+    setcontext(&rank.context);
+  }
+  running_ = -1;
+  if (!failure_.empty()) fail(failure_);
+}
+
+inline std::vector<Explorer::Choice> Explorer::choices() const {
+  std::vector<Choice> all, late;
+  bool dead = false, pausing = false;
+  for (int rank = 0; rank < program_.num_ranks; ++rank) {
+    const State state = ranks_[rank].state;
+    if (state == State::kReady) all.push_back({Kind::kRun, rank});
+    if (state == State::kSleeping || state == State::kPausing) late.push_back({Kind::kTimeOut, rank});
+    dead = dead || state == State::kDead;
+    pausing = pausing || state == State::kPausing;
+  }
+  if (all.empty() && !late.empty()) {
+    // Time-outs are for deaths, which ring no bell; everything else must be told.
+    if (!dead && !pausing) fail("all ranks that have not ended sleep: a call to wake up was lost");
+    all = late;
+  }
+  const int victim = program_.victim;
+  if (victim >= 0 && !all.empty() && ranks_[victim].state < State::kEnded) all.push_back({Kind::kDie, victim});
+  return all;
+}
+
+inline uint64_t Explorer::state() const {
+  uint64_t sum = mix(words_, program_.more_state());
+  for (const Rank& rank : ranks_) {
+    sum = mix(sum, mix(rank.known, static_cast<uint64_t>(rank.state) * 4 + rank.relaxed * 2 + rank.timed_out));
+  }
+  return sum;
+}
+
+inline void Explorer::give_up_control() {
+  learned(2);  // it stands elsewhere than before
+  if (_setjmp(ranks_[running_].jump) == 0) _longjmp(scheduler_, 1);
+}
+
+inline void Explorer::fail(const std::string& why) const {
+  std::string text = why + "\n  after:";
+  for (const Step& step : path_) {
+    const Choice& choice = step.choices[step.taken];
+    text += choice.kind == Kind::kDie ? " dies:" : choice.kind == Kind::kTimeOut ? " times-out:" : " ";
+    text += std::to_string(choice.rank);
+  }
+  throw std::runtime_error(text);
+}
+
+inline void Explorer::point() {
+  ranks_[running_].relaxed = false;
+  if (!stays_) give_up_control();
+}
+
+inline void Explorer::access(bool relaxed) {
+  Rank& rank = ranks_[running_];
+  const bool goes_on = relaxed && (rank.relaxed || !program_.relaxed_too);
+  rank.relaxed = relaxed;
+  if (!goes_on && !stays_) give_up_control();
+}
+
+inline void Explorer::learned(uint64_t value) {
+  Rank& rank = ranks_[running_];
+  rank.known = mix(rank.known, value);
+  rank.last_read = value;
+}
+
+inline void Explorer::restart(uint64_t what) { ranks_[running_].known = mix(~uint64_t{0}, what); }
+
+inline void Explorer::changed(const void* word, uint64_t before, uint64_t after) {
+  learned(1);
+  if (before == after) return;
+  const auto place = reinterpret_cast<uintptr_t>(word);
+  words_ += mix(place, after) - mix(place, before);
+  for (Rank& rank : ranks_) {
+    if (rank.state == State::kPausing) rank.state = State::kReady;
+  }
+}
+
+inline void Explorer::sleep(const void* word) {
+  Rank& rank = ranks_[running_];
+  rank.word = word;
+  rank.state = State::kSleeping;
+  give_up_control();
+  learned(rank.timed_out);
+}
+
+inline void Explorer::wake(const void* word) {
+  for (Rank& rank : ranks_) {
+    if (rank.state == State::kSleeping && rank.word == word) rank.state = State::kReady;
+  }
+}
+
+inline bool Explorer::pause() {
+  Rank& rank = ranks_[running_];
+  rank.state = State::kPausing;
+  give_up_control();
+  learned(rank.timed_out);
+  return !rank.timed_out;
+}
+
+inline bool Explorer::is_dead(int rank, bool or_has_ended) {
+  if (rank != running_) access(false);
+  const State state = ranks_[rank].state;
+  const bool gone = state == State::kDead || (or_has_ended && state == State::kEnded);
+  learned(gone);
+  return gone;
+}
+
+// Whatever the rank does meanwhile is one access: an exception must not be under way while other ranks run.
+class Uninterrupted {
+ public:
+  Uninterrupted() { Explorer::current().set_stays(true); }
+  ~Uninterrupted() { Explorer::current().set_stays(false); }
+};
+
+// The world of csrc/shm/protocol.h in which ranks are an Explorer's.
+struct Model {
+  static constexpr int kAnybody = -1, kNobody = -2;
+
+  template <typename T>
+  class Atomic {
+   public:
+    T load(std::memory_order order = std::memory_order_seq_cst) const {
+      if (writer_ != kNobody && !Explorer::current().owns(writer_))
+        Explorer::current().access(order == std::memory_order_relaxed);
+      Explorer::current().learned(static_cast<uint64_t>(value_));
+      return value_;
+    }
+    void store(T value, std::memory_order order = std::memory_order_seq_cst) {
+      Explorer::current().access(order == std::memory_order_relaxed);
+      set(value);
+    }
+    T exchange(T value) {
+      return update([&](T) { return value; });
+    }
+    T fetch_add(T by) {
+      return update([&](T old) { return old + by; });
+    }
+    T fetch_sub(T by) {
+      return update([&](T old) { return old - by; });
+    }
+    bool compare_exchange_strong(T& expected, T value) {
+      const T old = update([&](T now) { return now == expected ? value : now; });
+      const bool same = old == expected;
+      expected = old;
+      return same;
+    }
+    T peek() const { return value_; }
+    // Who alone will write to it: it does not matter when that rank reads it.
+    void set_writer(int rank) { writer_ = rank; }
+    // Its value is no part of the state: more_state() says what matters of it. Nobody uses what an update returns.
+    void set_counter() { is_counter_ = true; }
+
+   private:
+    template <typename F>
+    T update(F&& f) {
+      Explorer::current().access(false);
+      const T old = value_;
+      if (!is_counter_) Explorer::current().learned(static_cast<uint64_t>(old));
+      set(static_cast<T>(f(old)));
+      return old;
+    }
+    void set(T value) {
+      if (writer_ != kAnybody && !Explorer::current().owns(writer_)) {
+        Explorer::current().note_failure("a word is written by a rank that was not to write to it");
+      }
+      Explorer::current().changed(this, static_cast<uint64_t>(value_),
+                                  static_cast<uint64_t>(is_counter_ ? value_ : value));
+      value_ = value;
+    }
+
+    T value_{};
+    int writer_ = kAnybody;
+    bool is_counter_ = false;
+  };
+
+  static void wake(Atomic<uint32_t>& word) noexcept {
+    Explorer::current().point();
+    Explorer::current().wake(&word);
+  }
+  static void sleep(Atomic<uint32_t>& word, uint32_t value, std::chrono::nanoseconds) {
+    Explorer::current().point();
+    if (word.peek() == value) Explorer::current().sleep(&word);
+  }
+};
+
+}  // namespace torchtp::test
