@@ -77,7 +77,7 @@ arch = sm_120
 
 @pytest.mark.skipif(not NVCC or not CUOBJDUMP, reason="needs nvcc and cuobjdump")
 def test_an_array_in_local_memory_is_seen(tmp_path):
-    source, binary = tmp_path / "local.cu", tmp_path / "local.cubin"
+    source, binary = tmp_path / "local.cu", tmp_path / "local.fatbin"
     source.write_text(
         """__global__ void local_kernel(int* p) {
              int kept[64];
@@ -85,7 +85,7 @@ def test_an_array_in_local_memory_is_seen(tmp_path):
              for (int i = 0; i < 64; ++i) p[i] = kept[i] + kept[p[i] & 63];
            }"""
     )
-    subprocess.run([NVCC, "-arch=sm_90", "-cubin", "-o", binary, source], check=True, timeout=120)
+    subprocess.run([NVCC, "-arch=sm_90", "-fatbin", "-o", binary, source], check=True, timeout=120)
     assert [kernel.stack >= 256 for kernel in kernels_of(binary)] == [True]
 
 
