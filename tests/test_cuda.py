@@ -132,6 +132,35 @@ def test_layer_norm(dtype, layout, channels):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (9, 1), (4, 1), (7, 2)])
+def test_depthwise_layer_norm(dtype, layout, kernel, stride):
+    for channels, extents in [(8, (9, 21)), (37, (12, 7)), (96, (5, 18)), (130, (8, 8)), (8, (0, 3))]:
+        x = random_tensor(2, channels, *extents, dtype=dtype, layout=layout)
+        weight = random_tensor(channels, 1, kernel, kernel, dtype=dtype)
+        rows = [random_tensor(channels, dtype=dtype) for _ in range(3)]
+        params = [stride] * 2, [kernel // 2] * 2, [1, 1]
+        if not x.numel() and (kernel % 2 == 0 or stride > 1):
+            continue  # would have an output
+        compare(
+            lambda *t, params=params: OPS.depthwise_layer_norm(*t, 1e-5, False, *params, *NO_CUT)[0],
+            lambda *t, params=params: normed_convolution(*t, params),
+            [x, weight, *rows],
+            (channels, extents, layout),
+        )
+
+
+def normed_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor, w: Tensor, b: Tensor, params: Sequence[list[int]]
+) -> Tensor:
+    channels = x.shape[1]
+    if x.numel() == 0:
+        return x
+    convolved = F.conv2d(x, weight, bias, *params, channels)
+    return F.layer_norm(convolved.movedim(1, -1), (channels,), w, b, 1e-5).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_batch_and_group_norm(dtype, layout):
     for channels, extents in [(4, (8, 12)), (32, (33, 70)), (130, (5, 7)), (8, (200, 300))]:
         x = random_tensor(2, channels, *extents, dtype=dtype, layout=layout) + 1
@@ -207,6 +236,18 @@ def depthwise_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[
     )
 
 
+def depthwise_layer_norm_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    channels, kernel = random.choice([7, 64, 130]), random.choice([3, 4, 7])
+    params = [1, 1], [random.randint(0, 4) for _ in range(2)], [1, 1]
+    x = random_tensor(2, channels, *(random.randint(kernel, 14) for _ in range(2)), dtype=dtype)
+    weight = random_tensor(channels, 1, kernel, kernel, dtype=dtype)
+    return (
+        lambda *t: OPS.depthwise_layer_norm(*t, 1e-5, False, *params, *NO_CUT)[0],
+        lambda *t: normed_convolution(*t, params),
+        [x, weight, *(random_tensor(channels, dtype=dtype) for _ in range(3))],
+    )
+
+
 def layer_norm_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
     channels = random.choice([7, 64, 130])  # few would be normed to almost nothing
     x = random_tensor(2, channels, random.randint(1, 9), random.randint(1, 9), dtype=dtype)
@@ -253,7 +294,10 @@ def layer_scale_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callabl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [depthwise_case, layer_norm_case, norm_case, interpolation_case, layer_scale_case])
+@pytest.mark.parametrize(
+    "case",
+    [depthwise_case, depthwise_layer_norm_case, layer_norm_case, norm_case, interpolation_case, layer_scale_case],
+)
 def test_tensors_that_lie_anyhow_in_memory(case, dtype):
     for turn in range(12):
         op, reference, inputs = case(dtype)
@@ -307,6 +351,23 @@ def test_second_derivatives():
             lambda t, w: OPS.layer_norm_channels_first(t, w, None, 1e-5)[0],
             lambda t, w: F.layer_norm(t.movedim(1, -1), (5,), w, None, 1e-5).movedim(-1, 1),
             [torch.randn(2, 5, 3, 4), torch.randn(5)],
+        ),
+        "depthwise convolution and layer norm": (
+            lambda t, w: OPS.depthwise_layer_norm(
+                t.contiguous(memory_format=torch.channels_last),
+                w,
+                None,
+                None,
+                None,
+                1e-5,
+                False,
+                [1, 1],
+                [1, 1],
+                [1, 1],
+                *NO_CUT,
+            )[0],
+            lambda t, w: F.layer_norm(F.conv2d(t, w, padding=1, groups=5).movedim(1, -1), (5,)).movedim(-1, 1),
+            [torch.randn(2, 5, 6, 7), torch.randn(5, 1, 3, 3)],
         ),
         "group norm": (
             lambda t, w: OPS.group_norm(t, w, None, 2, 1e-5, [])[0],
