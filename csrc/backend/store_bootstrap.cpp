@@ -17,29 +17,28 @@ std::vector<int> numbers(int size) {
   return all;
 }
 
+constexpr char kGaveUp[] = "/gave up";
+
 constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLongestPause = std::chrono::milliseconds(10);
+constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
-// What the store itself cannot do is no fault of a rank.
-template <typename Step>
-auto asking_store(const Step& step) {
-  try {
-    return step();
-  } catch (const std::exception& error) {
-    throw Error(std::string("the store that the ranks of a process group meet at failed: ") + error.what());
-  }
+// Each rank counts its own.
+std::string generation(PatientStore& store, int rank) {
+  return std::to_string(store.add("torchtp/arrivals/" + std::to_string(rank), 1));
 }
 
 }  // namespace
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                std::chrono::milliseconds timeout)
-    : StoreBootstrap(store, rank, size, timeout, "torchtp/" + std::to_string(asking_store([&] {
-                                                   return store->add("torchtp/arrivals/" + std::to_string(rank), 1);
-                                                 })),
-                     numbers(size)) {}
+    : StoreBootstrap(std::make_shared<PatientStore>(std::move(store), timeout), rank, size, timeout) {}
 
-StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+StoreBootstrap::StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size,
+                               std::chrono::milliseconds timeout)
+    : StoreBootstrap(store, rank, size, timeout, "torchtp/" + generation(*store, rank), numbers(size)) {}
+
+StoreBootstrap::StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, int size,
                                std::chrono::milliseconds timeout, std::string prefix, std::vector<int> names)
     : store_(std::move(store)),
       rank_(rank),
@@ -50,49 +49,79 @@ StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, 
 
 StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
   const auto place = std::find(members.begin(), members.end(), rank_) - members.begin();
-  return StoreBootstrap(store_, static_cast<int>(place), static_cast<int>(members.size()), timeout_,
-                        prefix_ + "/from" + std::to_string(members[0]), members);
+  StoreBootstrap some(store_, static_cast<int>(place), static_cast<int>(members.size()), timeout_,
+                      prefix_ + "/from" + std::to_string(members[0]), members);
+  if (has_died_) some.watch([all = has_died_, members](int member) { return all(members[member]); });
+  return some;
 }
 
 std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
   ++round_;
-  asking_store([&] {
-    store_->set(key(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
-    return true;
-  });
   std::vector<std::string> all(size_);
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) {
-      all[r] = mine;
-      continue;
+  try {
+    store_->set(key(rank_), mine);
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_) wait_for(rank);
+      all[rank] = rank == rank_ ? mine : store_->get(key(rank));
     }
-    wait_for(r);
-    const std::vector<uint8_t> value = asking_store([&] { return store_->get(key(r)); });
-    all[r].assign(value.begin(), value.end());
+  } catch (const StoreError& error) {
+    give_up(cat(error.what(), ended()));  // the ranks that have ended may have served it
   }
   return all;
 }
 
-bool StoreBootstrap::has_come(int rank) {
-  return asking_store([&] { return store_->check({key(rank)}); });
-}
-
 void StoreBootstrap::wait_for(int rank) {
   const Deadline deadline(timeout_);
+  Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
-  while (!has_come(rank)) {
-    if (has_died_ && has_died_(rank) && !has_come(rank)) {
-      throw Error("rank " + std::to_string(names_[rank]) +
-                  " died (its process is gone) while the group was being made");
+  while (!store_->has(key(rank))) {
+    look_at(rank, rank);
+    if (next_look.passed()) {
+      look_around(rank);
+      next_look = Deadline(kBetweenLooks);
     }
     if (deadline.passed()) {
-      throw Error("rank " + std::to_string(names_[rank]) +
-                  " did not come to the creation of the process group within " + in_words(timeout_) + "; rank " +
-                  std::to_string(names_[rank_]) + " waited for it");
+      give_up(cat("rank ", names_[rank], " did not come to the creation of the process group within ",
+                  in_words(timeout_), "; rank ", names_[rank_], " waited for it"));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, kLongestPause);
   }
+}
+
+// While the awaited rank has not come, nobody can be through with the creation: who has ended has given up or died in
+// it, whatever it said before.
+void StoreBootstrap::look_around(int awaited) {
+  for (int rank = 0; rank < size_; ++rank) look_at(rank, awaited);
+  if (!store_->has(key(awaited))) read_why_others_gave_up();
+}
+
+void StoreBootstrap::look_at(int rank, int awaited) {
+  if (!has_died_ || !has_died_(rank) || store_->has(key(awaited))) return;
+  read_why_others_gave_up();
+  give_up(cat("rank ", names_[rank], " died (its process is gone) while the group was being made"));
+}
+
+// For those who cannot see the reason themselves.
+void StoreBootstrap::read_why_others_gave_up() {
+  if (store_->has(prefix_ + kGaveUp)) throw Error(store_->get(prefix_ + kGaveUp));
+}
+
+std::string StoreBootstrap::ended() const {
+  std::string text;
+  for (int rank = 0; has_died_ && rank < size_; ++rank) {
+    if (has_died_(rank)) text += cat("; rank ", names_[rank], " has ended");
+  }
+  return text;
+}
+
+void StoreBootstrap::give_up(const std::string& why) {
+  try {
+    store_->set(prefix_ + kGaveUp, why);
+  } catch (const StoreError&) {
+    // What has failed first matters more.
+  }
+  throw Error(why);
 }
 
 std::string StoreBootstrap::key(int rank) const {

@@ -4,15 +4,18 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "backend/patient_store.h"
 #include "shm/bootstrap.h"
 
 namespace torchtp::backend {
 
 // Bootstrap over a c10d store. A store outlives the groups made on it (torchrun's lives as long as the job) and
-// prefixes repeat, so each rank counts its arrivals and keys carry that generation.
+// prefixes repeat, so each rank counts its arrivals and keys carry that generation. A rank that gives up leaves word
+// why: the others throw that.
 class StoreBootstrap : public shm::Bootstrap {
  public:
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
@@ -28,13 +31,18 @@ class StoreBootstrap : public shm::Bootstrap {
   StoreBootstrap among(const std::vector<int>& members) const;
 
  private:
-  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
+  StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size, std::chrono::milliseconds timeout);
+  StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, int size, std::chrono::milliseconds timeout,
                  std::string prefix, std::vector<int> names);
-  bool has_come(int rank);
   void wait_for(int rank);
+  void look_at(int rank, int awaited);
+  void look_around(int awaited);
+  void read_why_others_gave_up();
+  std::string ended() const;
+  [[noreturn]] void give_up(const std::string& why);
   std::string key(int rank) const;
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<PatientStore> store_;
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;

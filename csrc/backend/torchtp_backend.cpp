@@ -10,6 +10,7 @@
 #include "backend/arguments.h"
 #include "backend/comms_event.h"
 #include "backend/device_work.h"
+#include "backend/dist_error_exchange.h"
 #include "backend/gil.h"
 #include "backend/label.h"
 #include "backend/work.h"
@@ -48,7 +49,7 @@ TorchtpBackend::~TorchtpBackend() { shutdown(); }
 
 std::shared_ptr<exchange::Exchange> TorchtpBackend::exchange() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!exchange_) exchange_ = engine_->make_exchange();
+  if (!exchange_) exchange_ = std::make_shared<DistErrorExchange>(engine_->make_exchange());
   return exchange_;
 }
 

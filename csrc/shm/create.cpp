@@ -60,8 +60,9 @@ size_t default_heap_bytes(int num_ranks) {
   if (const char* const text = std::getenv("TORCHTP_HEAP_BYTES")) {
     char* end = nullptr;
     const unsigned long long value = std::strtoull(text, &end, 10);
-    if (*text == 0 || *end != 0 || value < kPage) {
-      throw Error(cat("TORCHTP_HEAP_BYTES must be a number of bytes, at least ", kPage, ", not '", text, "'"));
+    if (*text == 0 || *end != 0 || value < kPage || value > kLargestPart) {
+      throw Error(
+          cat("TORCHTP_HEAP_BYTES must be a number of bytes from ", kPage, " to ", kLargestPart, ", not '", text, "'"));
     }
     return value;
   }
@@ -113,8 +114,8 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
   std::shared_ptr<Segment> segment;
   std::optional<Handover> handover;
-  const auto introduced = std::make_shared<Introduced>(together(bootstrap, introduction), rank);
-  bootstrap.watch([introduced](int peer) { return introduced->has_died(peer); });
+  const auto processes = std::make_shared<KnownProcesses>(processes_of(together(bootstrap, introduction)), rank);
+  bootstrap.watch([processes](int peer) { return processes->has_died(peer); });
   const std::vector<std::string> offers = together(bootstrap, [&] {
     if (size < 1 || size > kMaxRanks) throw Error(cat("it has ", size, " ranks, at most ", kMaxRanks, " are possible"));
     if (options.stall_after.count() == 0) options.stall_after = default_stall();
@@ -150,7 +151,7 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
 
   std::unique_ptr<Liveness> liveness;
   together(bootstrap, [&] {
-    liveness = std::make_unique<Liveness>(segment->file(), rank, introduced->processes());
+    liveness = std::make_unique<Liveness>(segment->file(), rank, processes->said());
     return std::string();
   });
   const auto seen = together(bootstrap, [&] { return std::string(liveness->watch() ? "" : "blind"); });

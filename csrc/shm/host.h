@@ -4,8 +4,8 @@
 
 namespace torchtp::shm {
 
-// Equal strings on two ranks mean that they can share memory: same running kernel, same network namespace (abstract
-// sockets end there), same user.
+// Ranks that say the same are on one host, in one network namespace, as one user. (Ranks that do not may be, too: where
+// addresses come and go.) No '/' or space inside.
 std::string host_identity();
 
 }  // namespace torchtp::shm

@@ -2,12 +2,15 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "core/format.h"
 #include "shm/handover.h"
+#include "shm/introduction.h"
 
 namespace torchtp::shm {
 
@@ -51,10 +54,17 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
   if (size == 1) return {{0}};
 
   std::unique_ptr<Handover> handover;
-  const std::vector<std::string> addresses = together(bootstrap, [&] {
-    handover = std::make_unique<Handover>();
-    return handover->address();
-  });
+  std::vector<std::string> processes, addresses;
+  for (const std::string& words : together(bootstrap, [&] {
+         handover = std::make_unique<Handover>();
+         return own_process() + " " + handover->address();
+       })) {
+    const size_t space = std::min(words.find(' '), words.size());
+    processes.push_back(words.substr(0, space));
+    addresses.push_back(words.substr(std::min(space + 1, words.size())));
+  }
+  const auto watched = std::make_shared<KnownProcesses>(std::move(processes), rank);
+  bootstrap.watch([watched](int peer) { return watched->has_died(peer); });
   // The first rank that can be reached at all.
   std::optional<Receiver> receiver;
   const std::vector<std::string> firsts = together(bootstrap, [&] {

@@ -4,21 +4,18 @@
 #include <vector>
 
 #include "core/process.h"
-#include "shm/bootstrap.h"
 
 namespace torchtp::shm {
 
-// The first words of a rank to the others while a group is made: which torchtp it runs and which process it is.
-std::string introduction();
+// Which process this is, in a word: equal for threads of one process.
+std::string own_process();
 
 // The processes that the ranks said they are.
-class Introduced {
+class KnownProcesses {
  public:
-  // Throws when a rank runs another torchtp than rank 0: the same on all ranks.
-  Introduced(const std::vector<std::string>& introductions, int rank);
+  KnownProcesses(std::vector<std::string> said, int rank);
 
-  // Equal for ranks that are threads of one process.
-  const std::vector<std::string>& processes() const { return processes_; }
+  const std::vector<std::string>& said() const { return said_; }
   // Those that cannot be seen from here are taken to live.
   bool has_died(int rank) const;
 
@@ -27,8 +24,16 @@ class Introduced {
     pid_t pid = 0;  // 0: is not watched
     uint64_t started_at = 0;
   };
-  std::vector<std::string> processes_;
+  std::vector<std::string> said_;
   std::vector<Peer> peers_;
 };
+
+// The first words of a rank to the others of its host while a group is made: which torchtp it runs and which process it
+// is.
+std::string introduction();
+
+// The processes of ranks that introduced themselves. Throws when one runs another torchtp than rank 0: the same on all
+// ranks.
+std::vector<std::string> processes_of(const std::vector<std::string>& introductions);
 
 }  // namespace torchtp::shm

@@ -260,14 +260,21 @@ void the_environment_sizes_heaps() {
   run_threads(2, [&](Bootstrap& bootstrap) {
     CHECK_EQUAL(Group::create(bootstrap, options)->heap_bytes(), size_t{1'003'520});  // whole pages
   });
-  setenv("TORCHTP_HEAP_BYTES", "1G", 1);
-  run_threads(2, [&](Bootstrap& bootstrap) {
-    CHECK_CONTAINS(error_of([&] { Group::create(bootstrap, options); }), "must be a number of bytes");
-  });
+  for (const char* const absurd : {"1G", "", "100", "-1", "9223372036854771712", "99999999999999999999999"}) {
+    setenv("TORCHTP_HEAP_BYTES", absurd, 1);
+    run_threads(2, [&](Bootstrap& bootstrap) {
+      const std::string error = error_of([&] { Group::create(bootstrap, options); });
+      CHECK_CONTAINS(error, std::string("must be a number of bytes from 4096 to 1099511627776, not '") + absurd);
+    });
+  }
   unsetenv("TORCHTP_HEAP_BYTES");
 }
 
-void host_identity_is_stable() { CHECK(host_identity() == host_identity() && host_identity().size() > 20); }
+void host_identity_is_stable() {
+  const std::string identity = host_identity();
+  CHECK_EQUAL(identity, host_identity());
+  CHECK(identity.size() > 20 && identity.find_first_of(" /") == std::string::npos);
+}
 
 }  // namespace
 

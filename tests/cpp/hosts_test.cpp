@@ -2,6 +2,9 @@
 // tests/test_hosts.py.
 
 #include "shm/hosts.h"
+
+#include <algorithm>
+
 #include "check.h"
 #include "ranks.h"
 
@@ -22,10 +25,9 @@ class Elsewhere final : public Bootstrap {
   std::vector<std::string> all_gather(const std::string& mine) override {
     const bool address = first_ && away_;
     first_ = false;
-    std::vector<std::string> all = inner_.all_gather(address ? "+" + std::string(64, '0') : mine);
-    if (address) {
-      for (std::string& each : all) each = "+" + std::string(64, '0');
-    }
+    const std::string nowhere = "+process " + std::string(64, '0');
+    std::vector<std::string> all = inner_.all_gather(address ? nowhere : mine);
+    if (address) std::fill(all.begin(), all.end(), nowhere);
     return all;
   }
 

@@ -1,0 +1,73 @@
+"""Ranks forked from this process: cheap, so that a test can lose one in each of its cases."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import selectors
+import signal
+import time
+import traceback
+
+import torch.distributed as dist
+
+from torchtp.testing import timeout_scale
+
+_PR_SET_PDEATHSIG = 1
+
+
+def forked(size, body, *args, seconds=60.0):
+    """What `body(rank, *args)` returned on each rank, or the text of its DistError; None from a rank that was killed.
+
+    Raises TimeoutError if a rank neither answers nor ends, and AssertionError with the traceback of any other error.
+    """
+    pids, pipes, answers = [], {}, [b""] * size
+    for rank in range(size):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, writing, body, args)
+        os.close(writing)
+        pids.append(pid)
+        pipes[reading] = rank
+    deadline = time.monotonic() + seconds * timeout_scale()
+    try:
+        with selectors.DefaultSelector() as selector:
+            for pipe in pipes:
+                selector.register(pipe, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError(f"ranks {sorted(pipes[key] for key in selector.get_map())} have not answered")
+                for key, _ in ready:
+                    if part := os.read(key.fd, 1 << 16):
+                        answers[pipes[key.fd]] += part
+                    else:
+                        selector.unregister(key.fd)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for pipe in pipes:
+            os.close(pipe)
+    results = [pickle.loads(answer) if answer else (True, None) for answer in answers]
+    failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in results]
+
+
+def _be_rank(rank, writing, body, args):
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        try:
+            answer = True, body(rank, *args)
+        except dist.DistError as error:
+            answer = True, str(error)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        os.write(writing, pickle.dumps(answer))
+    finally:
+        os._exit(0)

@@ -1,0 +1,268 @@
+"""What goes wrong around a group (its store, its ranks while it is made, memory) is one clear error on all ranks."""
+
+import ctypes
+import datetime
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import forked
+
+from torchtp.testing import run_ranks
+
+SOON = datetime.timedelta(seconds=2)
+LATE = datetime.timedelta(seconds=300)
+WORDS = 9  # that each rank says to the others while a group is made
+
+
+class Store(dist.Store):
+    """Hands everything on to another store, after telling `before` of it."""
+
+    def __init__(self, inner, before):
+        super().__init__()
+        self.inner, self.before = inner, before
+
+    def set(self, key, value):
+        self.before("set")
+        self.inner.set(key, value)
+
+    def get(self, key):
+        self.before("get")
+        return self.inner.get(key)
+
+    def add(self, key, value):
+        self.before("add")
+        return self.inner.add(key, value)
+
+    def check(self, keys):
+        self.before("check")
+        return self.inner.check(keys)
+
+
+def at_call(number, kind, then):
+    """Does `then` before the number-th call of that kind, counted from 1."""
+    seen = 0
+
+    def before(called):
+        nonlocal seen
+        seen += called == kind
+        if called == kind and seen == number:
+            then()
+
+    return before
+
+
+def client(port, *prefix):
+    return dist.PrefixStore("/".join(map(str, prefix)), dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+
+
+def make_group(rank, size, store, timeout):
+    dist.init_process_group("torchtp", store=store, rank=rank, world_size=size, timeout=timeout)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def _dies(rank, port, word):
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    store = client(port, word)
+    if rank == 1:
+        store = Store(store, at_call(word, "set", die))
+    return make_group(rank, 3, store, SOON if word == 1 else LATE)
+
+
+def _deaths():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [forked(3, _dies, server.port, word) for word in range(1, WORDS + 2)]
+
+
+def test_a_rank_that_dies_before_any_of_its_words_is_named():
+    (deaths,) = run_ranks(_deaths, 1, backend=None, timeout=120)
+    first, *others, last = deaths
+    for error in (first[0], first[2]):  # it never spoke: nobody can know that it is gone
+        assert "rank 1 did not come to the creation of the process group within 2 s" in error
+    for word, errors in enumerate(others, 2):
+        for error in (errors[0], errors[2]):
+            assert "rank 1 died (its process is gone) while the group was being made" in error, (word, error)
+    assert last == [[3.0] * 3] * 3  # there is no such word
+
+
+def _raises(rank, port, kind, number):
+    def fail():
+        raise RuntimeError("it is broken")
+
+    store = client(port, kind, number)
+    return make_group(rank, 3, Store(store, at_call(number, kind, fail)) if rank == 1 else store, LATE)
+
+
+def _broken_stores():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [forked(3, _raises, server.port, *call) for call in (("set", 2), ("get", 5), ("check", 4))]
+
+
+def test_a_store_that_fails_for_one_rank_is_the_error_of_all():
+    (cases,) = run_ranks(_broken_stores, 1, backend=None, timeout=120)
+    for errors in cases:
+        for error in errors:
+            assert "the store that the ranks of a process group meet at failed: " in error, errors
+            assert "it is broken" in error
+
+
+def _serve(parent):
+    """A store in a process of its own; its pid and port."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        os.close(writing)
+        while os.getppid() == parent:
+            signal.sigtimedwait([], 1)
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        return pid, int(pipe.read())
+
+
+def _waits_for_the_last(rank, port, server, number):
+    """The last rank never comes; when the others have begun it strikes the store."""
+    store = client(port)
+    if rank < 2:
+        store.set(f"rank {rank} is here", "")
+        return make_group(rank, 3, store, SOON if number == signal.SIGSTOP else LATE)
+    store.wait(["rank 0 is here", "rank 1 is here"])
+    os.kill(server, number)
+    return None
+
+
+def _lost_stores():
+    cases = []
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        server, port = _serve(os.getpid())
+        try:
+            cases.append(forked(3, _waits_for_the_last, port, server, number))
+        finally:
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
+    return cases
+
+
+def test_a_store_that_has_died_or_does_not_answer_is_named():
+    ((dead, stopped),) = run_ranks(_lost_stores, 1, backend=None, timeout=120)
+    for error in dead[:2]:
+        assert "the store that the ranks of a process group meet at failed: " in error
+    for error in stopped[:2]:
+        assert "meet at has not answered for 2 s: is the process that serves it" in error
+
+
+def _without_address_space(rank, port):
+    if rank == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    return make_group(rank, 3, client(port), LATE)
+
+
+def _narrow():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return forked(3, _without_address_space, server.port)
+
+
+def test_a_rank_without_address_space_is_the_error_of_all():
+    (errors,) = run_ranks(_narrow, 1, backend=None)
+    assert len(set(errors)) == 1, errors
+    for part in ("rank 1 cannot take part", "cannot map ", "TORCHTP_HEAP_BYTES", "Cannot allocate memory"):
+        assert part in errors[0]
+
+
+@pytest.fixture
+def preloaded(tmp_path, monkeypatch):
+    """A library whose variables break something in the process that has it preloaded, as new ranks have."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs a C compiler")
+    library = tmp_path / "preloaded.so"
+    source = Path(__file__).parent / "preloaded.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    return str(library)
+
+
+def _break(library, name, value):
+    ctypes.c_long.in_dll(ctypes.CDLL(library), name).value = value
+
+
+def _messages(rank, group):
+    sending = dist.isend(torch.ones(100_000), (rank + 1) % 3, group=group)
+    dist.recv(torch.empty(100_000), (rank - 1) % 3, group=group)
+    sending.wait()
+    dist.barrier(group)  # not all need rank 0's message
+
+
+def _pull(rank, group):
+    begins, ends = [-1, 1, 3], [3, 5, 7]
+    torch.ops.torchtp.pull(torch.ones(1, 1, 2, 9), 2, 6, begins, ends, group.group_name)
+    dist.barrier(group)
+
+
+def _new_group(rank, group):
+    dist.new_group()
+
+
+def _without_memory(library, call):
+    rank, group = dist.get_rank(), dist.new_group(timeout=LATE)
+    backend = group._get_backend(torch.device("cpu"))
+    if rank == 0:
+        _break(library, "no_memory", 1)
+    try:
+        lent = backend.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu")).fill_(rank)
+        dist.all_reduce(lent, group=group)  # from ordinary memory
+        assert (lent == 3).all()
+        with pytest.raises(dist.DistBackendError) as raised:
+            call(rank, group)
+        return str(raised.value)
+    finally:
+        _break(library, "no_memory", 0)
+
+
+@pytest.mark.parametrize("call", [_messages, _pull, _new_group])
+def test_memory_that_ends_is_the_error_of_all(preloaded, call):
+    errors = run_ranks(_without_memory, 3, preloaded, call, backend="torchtp", fresh=True)
+    for error in errors:
+        assert "no memory for " in error and "bytes of shared memory: Cannot allocate memory" in error, errors
+        assert "is the machine or the container out of memory?" in error
+
+
+def _under_a_jumping_clock(library):
+    """Waits that spin, sleep and end by their timeout."""
+    rank = dist.get_rank()
+    _break(library, "jump_seconds", 86400)
+    first = time.time()
+    assert abs(time.time() - first) > 3600
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    for numel in (3, 300_000):
+        tensor = torch.ones(numel)
+        for work in [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(3)]:
+            work.wait()
+        assert (tensor == 8).all()
+        sending = dist.isend(tensor, 1 - rank, group=group)
+        dist.recv(torch.empty(numel), 1 - rank, group=group)
+        sending.wait()
+    if rank == 1:
+        dist.barrier()
+    with pytest.raises(dist.DistBackendError, match="rank 1 has not arrived after 1 s"):
+        dist.barrier(group)
+    if rank == 0:
+        dist.barrier()
+
+
+def test_the_wall_clock_may_jump(preloaded):
+    run_ranks(_under_a_jumping_clock, 2, preloaded, backend="torchtp", fresh=True)
