@@ -64,12 +64,13 @@ test-long: $(VENV)/built.stamp  ## run the tests marked long, which take minutes
 	$(say) 'running the long tests of $(TESTS)'
 	$(bin)/python -m pytest -m long --timeout 1800 $(TESTS) $(TEST_FLAGS)
 
-chaos: $(VENV)/torch.stamp  ## kill, stop and slow ranks at random moments, TRIALS times; and nonsense in shared memory
+chaos: $(VENV)/built.stamp  ## kill, stop and slow ranks at random moments, TRIALS times; and nonsense in shared memory
 	$(say) '$(TRIALS) trials'
 	@$(MAKE) -s -C tests/cpp chaos_test hostile_test BUILD=$(CURDIR)/build/cpp/none \
 	  TORCH_INCLUDE=$$($(bin)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent / "include")')
 	build/cpp/none/tests/cpp/chaos_test $(TRIALS)
 	build/cpp/none/tests/cpp/hostile_test 20
+	OMP_NUM_THREADS=1 $(bin)/python tests/chaos.py $(TRIALS)
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/torch.stamp
 	$(say) 'installing the formatters and checkers'
