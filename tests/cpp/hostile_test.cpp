@@ -259,7 +259,7 @@ void scribbling_while_ranks_talk() {
         std::byte* const control = slots - positions - pages(sizeof(Control));
         const int where = trial % 3;
         for (;;) {
-          if (where == 0) scribble(control, offsetof(Control, ranks) + 2 * sizeof(RankControl), random);
+          if (where == 0) scribble(control, offsetof(Control, ranks) + 2 * sizeof(RankControlOf<Processes>), random);
           if (where == 1) scribble(slots - positions, 8 * sizeof(RingControl), random);
           if (where == 2) scribble(slots, size_t{48} << 10, random);
           usleep(random() % 200);
