@@ -48,6 +48,39 @@ def test_a_stopped_rank_is_named_with_the_bucket_it_is_missing_from():
         assert part in errors[0][0], errors[0][0]
 
 
+def _crossed(members):
+    """Rank 1 comes to the other group first; all end in the same error of the one."""
+    one = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    other = dist.new_group(members)
+    rank, tensor = dist.get_rank(), torch.ones(4)
+    dist.barrier()
+    error = None
+    for group in (other, one) if rank == 1 else (one, other):
+        try:
+            if group is one or rank in members:
+                dist.all_reduce(tensor, group=group)
+        except dist.DistBackendError as raised:
+            error = str(raised)
+    return error, dist.distributed_c10d._get_process_group_name(other) if rank in members else None
+
+
+@pytest.mark.parametrize("members", [[0, 1], [1, 2]])
+def test_ranks_that_call_on_groups_in_another_order_are_named_with_both_groups(members):
+    told = run_ranks(_crossed, max(members) + 1, members, backend="torchtp")
+    assert len({error for error, _ in told}) == 1, told
+    error, name = told[1]
+    parts = [
+        "allreduce #0 (SUM, fp32, 4 elements): rank 1 has not arrived after 3 s (the timeout of rank ",
+        f"; rank 1 sleeps, has been in allreduce #0 (SUM, fp32, 4 elements) of group '{name}' for ",
+        # As the ranks of that group are numbered.
+        f" (rank {1 - members.index(1)} has not arrived there) and has called nothing yet",
+    ]
+    if members == [0, 1]:
+        parts += ["; rank 1 waits there for rank 0, which waits here: ", "deadlock (call groups in the same order"]
+    for part in parts:
+        assert part in error, error
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "expected"),
     [

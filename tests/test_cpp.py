@@ -12,7 +12,8 @@ HERE = Path(__file__).parent / "cpp"
 BUILD = HERE.parents[1] / "build" / "cpp"
 SANITIZERS = {"address": "address,undefined", "thread": "thread", "none": "none"}
 TESTS = sorted(path.stem for path in HERE.glob("*_test.cpp"))
-PROCESSES = {"chaos_test", "hostile_test"}  # forked ranks: the thread sanitizer sees nothing of what is between them
+# Forked ranks: the thread sanitizer sees nothing of what is between them.
+PROCESSES = {"chaos_test", "hostile_test", "whereabouts_test"}
 FIBERS = {"protocol_test"}  # one thread that changes stacks; sanitizers can't follow
 
 

@@ -336,3 +336,24 @@ def test_a_host_that_comes_back_too_late_is_told_why(pairs):
         assert "timeout" in error and ("rank 2" in error or "rank 3" in error), error
     for error in errors[2:]:
         assert "timeout" in error or "lost the connection" in error, error
+
+
+def _waiting_for_another_host():
+    one = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+    across, others = dist.new_group([0, 2]), dist.new_group([1, 2])
+    rank, error = dist.get_rank(), None
+    dist.barrier()
+    if rank == 1:
+        error = _error_of(lambda: dist.all_reduce(torch.ones(4), group=one))
+    if rank in (1, 2):
+        dist.barrier(others)  # rank 2 comes when rank 1 has had its error
+    if rank in (0, 2):
+        dist.all_reduce(torch.ones(4), group=across)
+    return error or dist.distributed_c10d._get_process_group_name(across)
+
+
+def test_a_rank_that_waits_for_another_host_is_told_of_in_its_other_groups(pairs):
+    name, error, _, _ = pairs.run(_waiting_for_another_host)
+    assert "rank 0 has not arrived after 3 s" in error, error
+    assert f"has been in allreduce #0 (SUM, fp32, 4 elements) of group '{name}' for " in error, error
+    assert "(rank 1 has not arrived there)" in error, error

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/format.h"
+#include "shm/whereabouts.h"
 
 namespace torchtp::backend {
 namespace {
@@ -14,6 +15,7 @@ using std::chrono::milliseconds;
 
 constexpr size_t kCauseBytes = 2048;
 constexpr milliseconds kLook{20};       // how often a wait is looked after
+constexpr int kLooksOfLongWait = 5;     // after so many a wait is told to the other ranks of this host
 constexpr milliseconds kTellTime{300};  // for telling a cause, and for hearing it
 constexpr milliseconds kGoodbyeTime{1000};
 constexpr milliseconds kForever = std::chrono::hours(24 * 365);  // our own deadlines count, not gloo's
@@ -30,6 +32,10 @@ struct HostLinks::Message {
 struct HostLinks::Watched {
   c10d::Work& work;
   const Deadline& deadline;
+  const std::string& call;
+  const std::string& peer;  // "rank 2"
+  shm::LongWait long_wait;
+  int looks = 0;
   bool late = false;
 };
 
@@ -83,9 +89,10 @@ HostLinks::MessagePtr HostLinks::receive_any(int tag, void* data, size_t num_byt
   return post(-1, tag, data, num_bytes, false);
 }
 
-int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const std::string& what) {
+int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const std::string& call) {
   if (!message->work) return message->peer;  // of no bytes
-  Watched watched{*message->work, deadline};
+  const std::string peer = message->peer < 0 ? "a rank" : cat("rank ", message->peer);
+  Watched watched{*message->work, deadline, call, peer, {host_->whereabouts(), *host_}};
   std::list<Watched*>::iterator entry;
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -109,17 +116,19 @@ int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const s
     std::lock_guard<std::mutex> lock(mutex_);
     watched_.erase(entry);
   }
-  if (done) return message->peer >= 0 ? message->peer : message->work->sourceRank();
+  if (done) {
+    watched.long_wait.end();
+    return message->peer >= 0 ? message->peer : message->work->sourceRank();
+  }
   host_->check();
-  const std::string peer = message->peer < 0 ? "a rank" : cat("rank ", message->peer);
   if (watched.late) {
-    fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer, " on another host, ", what,
+    fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer, " on another host, in ", call,
              ": its network is down, its host is gone, or it is late"));
   }
   const std::string told = message->peer < 0 ? "" : told_by(message->peer, kTellTime);
   if (!told.empty()) fail(told);
   if (trouble.empty()) throw Error("the connections to other hosts have been closed");
-  fail(cat("rank ", rank_, " lost the connection to ", peer, " on another host, ", what, ": ", trouble));
+  fail(cat("rank ", rank_, " lost the connection to ", peer, " on another host, in ", call, ": ", trouble));
 }
 
 // What a peer told before it ended the connection, if it could.
@@ -162,6 +171,7 @@ void HostLinks::watch() {
     changed_.wait_for(lock, kLook);
     for (Watched* const each : watched_) {
       each->late = each->late || each->deadline.passed();
+      if (++each->looks == kLooksOfLongWait) each->long_wait.tell({each->call, each->peer});
       if (each->late || stopping_ || host_->aborted()) each->work.abort();
     }
   }

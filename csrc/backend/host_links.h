@@ -42,8 +42,8 @@ class HostLinks {
   MessagePtr receive(int peer, int tag, void* data, size_t num_bytes);
   MessagePtr receive_any(int tag, void* data, size_t num_bytes);
 
-  // Returns the peer. `what`, for errors: "in allreduce(...)".
-  int wait(const MessagePtr& message, const Deadline& deadline, const std::string& what);
+  // Returns the peer. `call`, for messages: "allreduce #7 (...)".
+  int wait(const MessagePtr& message, const Deadline& deadline, const std::string& call);
 
   // The orderly end: says goodbye to the other hosts and waits for their goodbyes, but not for long. A connection that
   // ends while its other side still sends may lose what was sent.

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "core/format.h"
+
 namespace torchtp::backend {
 
 HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpType op, const char* title,
@@ -12,6 +14,7 @@ HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpTyp
       links_(std::move(links)),
       receives_(op != c10d::OpType::SEND),
       timeout_(timeout),
+      tag_(tag),
       peer_(peer),
       dense_(tensor, !receives_) {
   try {
@@ -38,7 +41,10 @@ void HostMessage::end(std::chrono::milliseconds timeout) {
   if (std::exchange(ended_, true)) return;
   std::exception_ptr error;
   try {
-    peer_ = links_->wait(message_, Deadline(timeout), receives_ ? "for a message from it" : "for it to take a message");
+    const char* const direction = receives_ ? " from " : " to ";
+    const std::string call = cat(receives_ ? "recv of " : "send of ", dense_.num_bytes(), " bytes with tag ", tag_,
+                                 direction, peer_ < 0 ? std::string("any rank") : cat("rank ", peer_));
+    peer_ = links_->wait(message_, Deadline(timeout), call);
     const at::NoGradGuard no_grad;
     if (receives_) dense_.store();
   } catch (...) {

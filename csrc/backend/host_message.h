@@ -28,6 +28,7 @@ class HostMessage : public TorchtpWork {
   const std::shared_ptr<HostLinks> links_;
   const bool receives_;
   const std::chrono::milliseconds timeout_;
+  const int tag_;
   std::mutex waiting_;
   bool ended_ = false;
   int peer_;

@@ -148,8 +148,8 @@ std::vector<HostLinks::MessagePtr> HostsEngine::post(const std::vector<Transfer>
 
 void HostsEngine::finish(const std::vector<HostLinks::MessagePtr>& messages, const shm::Fingerprint& print) {
   const Deadline deadline = between_hosts();
-  const std::string what = "in " + collectives::describe(print);
-  for (const HostLinks::MessagePtr& message : messages) links_->wait(message, deadline, what);
+  const std::string call = collectives::describe(print);
+  for (const HostLinks::MessagePtr& message : messages) links_->wait(message, deadline, call);
 }
 
 void HostsEngine::agree(const shm::Fingerprint& fingerprint) {

@@ -52,6 +52,7 @@ MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
     shm::GroupOptions group_options;
     group_options.timeout = options.timeout;
     group_options.name = options.group_name;
+    group_options.whereabouts = options.whereabouts;
     group_options.describe = collectives::describe;
     const auto hosts =
         shm::find_hosts(bootstrap, Deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestSearch)));

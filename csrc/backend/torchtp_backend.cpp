@@ -36,7 +36,8 @@ TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int
     : Backend(rank, size),
       options_(std::move(options)),
       made_(make_engine(store, rank, size,
-                        {options_->timeout, options_->group_name, std::move(inner_groups.between_hosts)})),
+                        {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr,
+                         std::move(inner_groups.between_hosts)})),
       engine_(made_.engine),
       device_(std::make_shared<DeviceGroup>(std::move(inner_groups.on_device), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(

@@ -7,6 +7,7 @@
 
 #include "backend/record.h"
 #include "backend/signal_watch.h"
+#include "shm/whereabouts.h"
 
 namespace torchtp::backend {
 
@@ -20,6 +21,8 @@ class Trace {
   Trace& operator=(const Trace&) = delete;
 
   void add(const std::weak_ptr<Recorder>& recorder);
+  // Where this process waits, of all its groups.
+  const std::shared_ptr<shm::Whereabouts>& whereabouts() const { return whereabouts_; }
   std::vector<std::shared_ptr<Recorder>> recorders() const;
 
   // From now on the first error of a group, and each of these signals, writes PATH.rank<global rank>.jsonl. After the
@@ -32,6 +35,7 @@ class Trace {
   std::string dump(const std::string& reason, const std::string& path = "") const noexcept;
 
  private:
+  const std::shared_ptr<shm::Whereabouts> whereabouts_ = std::make_shared<shm::Whereabouts>();
   mutable std::mutex mutex_;  // of the members below
   std::vector<std::weak_ptr<Recorder>> recorders_;
   std::string path_;

@@ -1,5 +1,8 @@
 #include "core/process.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <csignal>
 #include <fstream>
 #include <iterator>
@@ -16,6 +19,8 @@ constexpr int kStartTime = 19;
 constexpr int kExitCode = 49;
 
 }  // namespace
+
+bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 std::optional<Process> look_at(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");

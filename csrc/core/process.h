@@ -16,6 +16,9 @@ struct Process {
   bool is_gone() const { return state == 'Z' || state == 'X' || state == 'x'; }
 };
 
+// Whether the caller is the thread that its process began with.
+bool on_main_thread();
+
 // Nothing when there is no such process, or none that this one can see.
 std::optional<Process> look_at(pid_t pid);
 

@@ -159,7 +159,8 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   if (std::any_of(seen.begin(), seen.end(), [](const std::string& text) { return !text.empty(); })) {
     together(bootstrap, [] { return std::string(); });
   }
-  return std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness));
+  return std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness),
+                                 processes->said());
 }
 
 }  // namespace torchtp::shm

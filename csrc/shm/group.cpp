@@ -15,6 +15,7 @@
 #include "shm/ring.h"
 #include "shm/segment.h"
 #include "shm/stall.h"
+#include "shm/whereabouts.h"
 
 namespace torchtp::shm {
 
@@ -93,7 +94,7 @@ class Group::Arrival final : public Awaited {
 };
 
 Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment,
-             std::unique_ptr<Liveness> liveness)
+             std::unique_ptr<Liveness> liveness, const std::vector<std::string>& processes)
     : options_(std::move(options)),
       rank_(rank),
       size_(size),
@@ -111,9 +112,13 @@ Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_p
   options_.heap_bytes = sizes.heap_bytes;
   options_.ring_bytes = sizes.ring_bytes;
   options_.mailbox_bytes = sizes.mailbox_bytes;
+  if (options_.whereabouts) options_.whereabouts->add(*this, options_.name, processes, segment_->board(rank));
 }
 
-Group::~Group() { leave(); }
+Group::~Group() {
+  if (options_.whereabouts && getpid() == process_) options_.whereabouts->remove(*this);
+  leave();
+}
 
 std::byte* Group::slot(int rank) const { return segment_->slot((round_ + 1) & 1, rank); }
 
@@ -144,6 +149,29 @@ void Group::compare_fingerprints() {
     fail(cat("ranks disagree on what to do: rank ", called(0), " calls ", telling ? left : in_numbers(first), ", rank ",
              called(rank), " calls ", telling ? right : in_numbers(other)));
   }
+}
+
+// Nothing where the board is being written time and again.
+std::vector<ToldWait> Group::waits_of(int rank) const {
+  uint64_t words[kToldWords];
+  int tries = 3;
+  while (!read_board(segment_->board(rank), words)) {
+    if (--tries == 0) return {};
+  }
+  ToldWaits told;
+  std::memcpy(told.data(), words, sizeof(words));
+  std::vector<ToldWait> sound;
+  const int64_t now = now_ns();
+  for (ToldWait& wait : told) {
+    if (wait.since_ns <= 0 || wait.since_ns > now || wait.failed_ns < 0) continue;
+    for (char* const text : {wait.call, wait.missing}) {
+      const size_t size = text == wait.call ? sizeof(wait.call) : sizeof(wait.missing);
+      const std::string shown = printable(std::string(text, strnlen(text, size - 1)));
+      text[shown.copy(text, size - 1)] = 0;
+    }
+    sound.push_back(wait);
+  }
+  return sound;
 }
 
 std::vector<int> Group::absent() const {

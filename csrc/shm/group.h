@@ -15,6 +15,9 @@ namespace torchtp::shm {
 
 constexpr int kMaxRanks = 64;
 
+struct ToldWait;
+class Whereabouts;
+
 // What a rank is about to do; compared on all ranks in every round. All fields must agree.
 struct Fingerprint {
   uint64_t sequence = 0;
@@ -41,6 +44,7 @@ struct GroupOptions {
   // numbers are printed.
   std::function<std::string(const Fingerprint&, const std::string& label)> describe;
   std::function<void(const std::string&)> warn;  // takes reports of stalls; without it they go to stderr
+  std::shared_ptr<Whereabouts> whereabouts;      // of this process; without it peers are not told where it waits
 };
 
 // Independent conversations of one group; each may be held by another thread.
@@ -83,7 +87,7 @@ class Group : public std::enable_shared_from_this<Group> {
   static std::shared_ptr<Group> create(Bootstrap& bootstrap, GroupOptions options);
   struct Key;
   Group(const Key&, GroupOptions options, int rank, int size, std::shared_ptr<Segment> segment,
-        std::unique_ptr<Liveness> liveness);  // create() has the key
+        std::unique_ptr<Liveness> liveness, const std::vector<std::string>& processes);  // create() has the key
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -139,6 +143,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void set_label(std::string label) { label_ = std::move(label); }
   std::chrono::milliseconds timeout() const;
 
+  const std::shared_ptr<Whereabouts>& whereabouts() const { return options_.whereabouts; }
+
   // For what is built on the group (exchange, mailbox).
   void wait(Channel channel, Awaited& awaited);  // Error on abort, deadline, dead or departed peers
   void notify(int peer, Channel channel) const;  // after a sequentially consistent store the peer may wait for
@@ -153,6 +159,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
   void nap_until_ready(Channel channel, Awaited& awaited);
+  std::vector<ToldWait> waits_of(int rank) const;
   void report(const std::string& what) const;
   [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause
 

@@ -16,11 +16,12 @@ namespace torchtp::shm {
 namespace {
 
 // To be raised with every change of what ranks write for each other.
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
 
 // No spaces inside: "torchtp/protocol/layout/build".
 std::string build() {
-  return cat("torchtp/", kProtocol, "/", sizeof(Control), "-", sizeof(RingControl), "/", build_id());
+  return cat("torchtp/", kProtocol, "/", sizeof(Control), "-", sizeof(Board), "-", sizeof(RingControl), "/",
+             build_id());
 }
 
 struct Parts {

@@ -15,6 +15,8 @@ namespace torchtp::shm {
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 constexpr size_t kCauseBytes = 3072;
+constexpr size_t kToldWaits = 4;                // of one rank, see whereabouts.h
+constexpr size_t kToldWords = 32 * kToldWaits;  // what it tells of them
 constexpr size_t kFingerprintWords = sizeof(Fingerprint) / sizeof(uint64_t);
 
 // Words of the world in which the protocol runs (protocol.h): World::Atomic<T>.
@@ -52,6 +54,13 @@ struct ControlOf {
   RankControlOf<World> ranks[kMaxRanks];
 };
 
+// Where a rank tells the others something now and then: one thread writes, anybody reads meanwhile (protocol.h).
+template <typename World, size_t kWords>
+struct alignas(kLine) BoardOf {
+  typename World::template Atomic<uint64_t> changes;  // odd while it is being written
+  typename World::template Atomic<uint64_t> words[kWords];
+};
+
 // Ranks as processes of one kernel.
 struct Processes {
   template <typename T>
@@ -62,6 +71,7 @@ struct Processes {
 };
 
 using Control = ControlOf<Processes>;
+using Board = BoardOf<Processes, kToldWords>;
 
 // Positions count bytes since the beginning of time; see NOTE [restart] in ring.h.
 struct RingControl {

@@ -40,6 +40,23 @@ class Nap {
   uint32_t rung_;
 };
 
+// By one thread at a time. A word that is written anew carries with it that `changes` was odd before.
+template <typename World, size_t kWords>
+void write_board(BoardOf<World, kWords>& board, const uint64_t (&words)[kWords]) {
+  const uint64_t odd = board.changes.load(std::memory_order_relaxed) | 1;
+  board.changes.store(odd);
+  for (size_t i = 0; i < kWords; ++i) board.words[i].store(words[i], std::memory_order_release);
+  board.changes.store(odd + 1);
+}
+
+// False while the board is being written: then `words` may be of several writings.
+template <typename World, size_t kWords>
+bool read_board(const BoardOf<World, kWords>& board, uint64_t (&words)[kWords]) {
+  const uint64_t before = board.changes.load();
+  for (size_t i = 0; i < kWords; ++i) words[i] = board.words[i].load(std::memory_order_acquire);
+  return before % 2 == 0 && board.changes.load() == before;
+}
+
 // What a rank has announced for a round.
 struct Announced {
   Fingerprint fingerprint;

@@ -22,7 +22,8 @@ void keep_out_of_core_dumps(const Mapping& mapping) { madvise(mapping.data(), ma
 
 Segment::Offsets::Offsets(const SegmentSizes& sizes) {
   const auto ranks = static_cast<size_t>(sizes.num_ranks);
-  ring_controls = pages(sizeof(Control));
+  boards = pages(sizeof(Control));
+  ring_controls = boards + pages(ranks * sizeof(Board));
   slots = ring_controls + pages(2 * ranks * ranks * sizeof(RingControl));
   rings = slots + 2 * ranks * sizes.slot_bytes;
   mailboxes = rings + ranks * ranks * sizes.ring_bytes;
@@ -64,6 +65,8 @@ Segment::Segment(Fd file, const SegmentSizes& sizes)
 }
 
 Control& Segment::control() const { return *reinterpret_cast<Control*>(mapping_.data()); }
+
+Board& Segment::board(int rank) const { return reinterpret_cast<Board*>(mapping_.data() + offsets_.boards)[rank]; }
 
 RingControl& Segment::ring_control(Channel channel, int from, int to) const {
   auto* const first = reinterpret_cast<RingControl*>(mapping_.data() + offsets_.ring_controls);

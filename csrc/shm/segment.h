@@ -28,6 +28,7 @@ class Segment {
   const SegmentSizes& sizes() const { return sizes_; }
 
   Control& control() const;
+  Board& board(int rank) const;
   RingControl& ring_control(Channel channel, int from, int to) const;
   std::byte* ring(Channel channel, int from, int to) const;
   size_t ring_bytes(Channel channel) const;
@@ -44,7 +45,7 @@ class Segment {
   // Where the parts begin.
   struct Offsets {
     explicit Offsets(const SegmentSizes& sizes);
-    size_t ring_controls, slots, rings, mailboxes, heaps, end;
+    size_t boards, ring_controls, slots, rings, mailboxes, heaps, end;
   };
   static Fd make_file(size_t num_bytes);
   void populate(const std::byte* begin, size_t num_bytes) const noexcept;

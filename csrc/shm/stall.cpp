@@ -1,7 +1,9 @@
 #include "shm/stall.h"
 
+#include <algorithm>
 #include <csignal>
 
+#include "core/clock.h"
 #include "core/format.h"
 
 namespace torchtp::shm {
@@ -32,6 +34,25 @@ const char* name_of(int signal) {
     default:
       return "";
   }
+}
+
+std::string describe(const ToldWait& wait) {
+  const int64_t until = wait.failed_ns != 0 ? wait.failed_ns : now_ns();
+  const std::string time = in_words(std::chrono::nanoseconds(std::max<int64_t>(until - wait.since_ns, 0)));
+  std::string text = cat(wait.failed_ns != 0 ? "was in " : "has been in ", wait.call, " for ", time);
+  if (wait.failed_ns != 0) text += ", until that failed";
+  const std::string missing = wait.missing;
+  const bool many = missing.rfind("ranks", 0) == 0;
+  return missing.empty() ? text : cat(text, " (", missing, many ? " have" : " has", " not arrived there)");
+}
+
+// "a", "a and b", "a, b and c".
+std::string sentence(const std::vector<std::string>& parts) {
+  std::string text;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 == parts.size() ? " and " : ", ") + parts[i];
+  }
+  return text;
 }
 
 }  // namespace
@@ -79,15 +100,27 @@ std::string Stall::describe(Awaited& awaited, const std::string& time) const {
   std::string text =
       missing == 0 ? "nothing has moved" : rank_list(missing, called_) + (one ? " has" : " have") + " not arrived";
   text = cat(awaited.describe(), ": ", text, " after ", time);
+  uint64_t waiting_for_us = 0;
   for (int rank = 0; rank < kMaxRanks; ++rank) {
     if ((missing >> rank & 1) == 0) continue;
-    const std::string state = state_of(rank), last = awaited.describe_peer(rank);
-    if (state.empty() && last.empty()) continue;
-    text += cat("; rank ", called_.empty() ? rank : called_[rank], state.empty() ? "" : " ", state,
-                last.empty()    ? ""
-                : state.empty() ? " "
-                                : " and ",
-                last);
+    std::vector<std::string> known{state_of(rank)};
+    for (const ToldWait& wait : waits_of_(rank)) {
+      known.push_back(torchtp::shm::describe(wait));
+      const bool for_us = (wait.for_ranks >> wait_.rank & 1) != 0;
+      if (wait_.is_blocked && wait.is_blocked != 0 && wait.failed_ns == 0 && for_us) {
+        waiting_for_us |= uint64_t{1} << rank;
+      }
+    }
+    known.push_back(awaited.describe_peer(rank));
+    known.erase(std::remove(known.begin(), known.end(), ""), known.end());
+    if (!known.empty()) text += cat("; rank ", called_.empty() ? rank : called_[rank], " ", sentence(known));
+  }
+  if (waiting_for_us != 0) {
+    const bool many = (waiting_for_us & (waiting_for_us - 1)) != 0;
+    text += cat("; ", rank_list(waiting_for_us, called_), many ? " wait" : " waits", " there for rank ",
+                called_.empty() ? wait_.rank : called_[wait_.rank],
+                ", which waits here: unless another thread of theirs comes to one of these calls, that is a deadlock "
+                "(call groups in the same order on all ranks)");
   }
   return text;
 }

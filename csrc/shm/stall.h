@@ -3,30 +3,40 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shm/group.h"
 #include "shm/liveness.h"
+#include "shm/whereabouts.h"
 
 namespace torchtp::shm {
 
 // "rank 2", "ranks 1, 3", as the ranks are called (see GroupOptions).
 std::string rank_list(uint64_t mask, const std::vector<int>& called);
 
-// What one long wait learns about the ranks it waits for: who was stopped, and since when at least.
+// What one long wait learns about the ranks it waits for: who was stopped, and since when at least; who waits
+// elsewhere.
 class Stall {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Stall(const Liveness& liveness, const std::vector<int>& called)
-      : liveness_(liveness), called_(called), begin_(Clock::now()) {}
+  struct Wait {
+    int rank;         // that waits
+    bool is_blocked;  // as in ToldWait
+  };
+
+  Stall(const Liveness& liveness, const std::vector<int>& called, Wait wait,
+        std::function<std::vector<ToldWait>(int)> waits_of)
+      : liveness_(liveness), called_(called), wait_(wait), waits_of_(std::move(waits_of)), begin_(Clock::now()) {}
 
   // Looks at the processes of the ranks that are missing, at most every 50 ms.
   void look(Awaited& awaited);
   std::chrono::nanoseconds age() const { return Clock::now() - begin_; }
   // "allreduce #7 (...): ranks 1, 3 have not arrived after <10 s>; rank 1 runs and last called ...; rank 3 stopped
-  // (SIGSTOP) 9.8 s ago".
+  // (SIGSTOP) 9.8 s ago and has been in allreduce #3 (...) of group 'tp' for 10 s".
   std::string describe(Awaited& awaited, const std::string& time) const;
 
  private:
@@ -34,6 +44,8 @@ class Stall {
 
   const Liveness& liveness_;
   const std::vector<int>& called_;
+  const Wait wait_;
+  const std::function<std::vector<ToldWait>(int)> waits_of_;
   const Clock::time_point begin_;
   Clock::time_point looked_at_ = begin_;
   std::array<Clock::time_point, kMaxRanks> stopped_at_{};

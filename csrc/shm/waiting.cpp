@@ -5,11 +5,13 @@
 
 #include "core/deadline.h"
 #include "core/format.h"
+#include "core/process.h"
 #include "shm/group.h"
 #include "shm/liveness.h"
 #include "shm/protocol.h"
 #include "shm/segment.h"
 #include "shm/stall.h"
+#include "shm/whereabouts.h"
 
 namespace torchtp::shm {
 
@@ -20,6 +22,7 @@ using std::chrono::nanoseconds;
 
 constexpr auto kYieldTime = milliseconds(1);
 constexpr auto kFirstNap = milliseconds(2);
+constexpr auto kLongWait = milliseconds(100);   // is told to the peers, of all groups
 constexpr auto kLongestNap = milliseconds(25);  // a death is noticed so soon at the latest
 
 // Tells the processor that this is a spinning loop.
@@ -53,12 +56,22 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   const milliseconds limit = timeout();
   const Deadline deadline(limit);
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
-  Stall stall(*liveness_, options_.called);
+  const bool is_blocked = channel == Channel::kRound && on_main_thread();
+  Stall stall(*liveness_, options_.called, {rank_, is_blocked}, [this](int rank) { return waits_of(rank); });
+  LongWait long_wait(options_.whereabouts, *this);
+  const auto tell = [&] {
+    const uint64_t missing = awaited.missing();
+    if (long_wait.tells(missing)) return;
+    Whereabouts::Wait wait{awaited.describe(), "", missing, is_blocked};
+    if (channel == Channel::kRound && missing != 0) wait.missing = rank_list(missing, options_.called);
+    long_wait.tell(std::move(wait));
+  };
   bool reported = false;
   nanoseconds longest = kFirstNap / 2;
   const auto look = [&] {
     look_for_trouble(awaited);
     stall.look(awaited);
+    if (options_.whereabouts && stall.age() >= std::min<nanoseconds>(kLongWait, patience / 2)) tell();
     if (deadline.passed()) {
       fail(stall.describe(awaited, cat(in_words(limit), " (the timeout of rank ", called(rank_), ")")));
     }
@@ -70,6 +83,7 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
     return std::min(longest, deadline.left());
   };
   protocol_->sleep_until(channel, [&] { return awaited.ready(); }, look);
+  long_wait.end();
   if (reported) report(cat(awaited.describe(), " goes on after ", in_words(stall.age())));
 }
 

@@ -223,6 +223,41 @@ void talk(const std::shared_ptr<Group>& group) {
   }
 }
 
+size_t pages(size_t num_bytes) { return (num_bytes + kPage - 1) / kPage * kPage; }
+
+std::byte* slots_of(const Group& group) {
+  return const_cast<std::byte*>(std::min<const std::byte*>(group.slot(0), group.peer_slot(0)));
+}
+
+std::byte* boards_of(const Group& group) {
+  return slots_of(group) - pages(8 * sizeof(RingControl)) - pages(2 * sizeof(Board));
+}
+
+// Rank 1 is missing, and where it waits may be anything: rank 0's report is text.
+void nonsense_on_a_board() {
+  for (int trial = 0; trial < 40 * factor; ++trial) {
+    test::run_processes(2, [&](Bootstrap& bootstrap) {
+      const auto group = Group::create(bootstrap, options());
+      if (group->rank() == 0) {
+        std::mt19937_64 random(seed + trial);
+        auto* const boards = reinterpret_cast<std::atomic<uint64_t>*>(boards_of(*group));
+        for (size_t i = 0; i < 2 * sizeof(Board) / sizeof(uint64_t); ++i) boards[i].store(random());
+        Board& theirs = reinterpret_cast<Board*>(boards)[1];
+        if (trial % 8 != 0) theirs.changes.store(2);
+        for (size_t i = 0; i < kToldWords; i += kToldWords / kToldWaits) {
+          if (random() % 4) theirs.words[i].store(random() % 2 ? random() >> 40 : telling_values()[random() % 15]);
+          if (random() % 4) theirs.words[i + 1].store(random() % 2 ? 0 : telling_values()[random() % 15]);
+        }
+        group->set_timeout(milliseconds(5));
+        const std::string error = test::error_of([&] { group->round({}); });
+        CHECK_CONTAINS(error, "rank 1 has not arrived");
+        for (const char letter : error) CHECK(letter >= ' ' && letter <= '~');
+      }
+      bootstrap.all_gather("");
+    });
+  }
+}
+
 // A third process maps the segment and writes into what the ranks steer by while they talk: numbers near those that
 // stand there, telling values, noise.
 void scribble(std::byte* memory, size_t num_bytes, std::mt19937_64& random) {
@@ -252,11 +287,10 @@ void scribbling_while_ranks_talk() {
       pid_t scribbler = 0;
       if (bootstrap.rank() == 1 && (scribbler = fork()) == 0) {
         alarm(20);
-        // In the segment: control, positions of the rings, slots, rings.
-        const auto pages = [](size_t num_bytes) { return (num_bytes + kPage - 1) / kPage * kPage; };
+        // In the segment: control, boards, positions of the rings, slots, rings.
+        std::byte* const slots = slots_of(*group);
         const size_t positions = pages(8 * sizeof(RingControl));
-        auto* const slots = const_cast<std::byte*>(std::min<const std::byte*>(group->slot(0), group->peer_slot(0)));
-        std::byte* const control = slots - positions - pages(sizeof(Control));
+        std::byte* const control = boards_of(*group) - pages(sizeof(Control));
         const int where = trial % 3;
         for (;;) {
           if (where == 0) scribble(control, offsetof(Control, ranks) + 2 * sizeof(RankControlOf<Processes>), random);
@@ -285,6 +319,7 @@ int main(int argc, char** argv) {
       {"nonsense while a group is made", nonsense_while_a_group_is_made},
       {"nonsense at the socket", nonsense_at_the_socket},
       {"nonsense in ring positions", nonsense_in_ring_positions},
+      {"nonsense on a board", nonsense_on_a_board},
       {"scribbling while ranks talk", scribbling_while_ranks_talk},
   });
 }

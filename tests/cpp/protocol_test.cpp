@@ -263,6 +263,42 @@ class Team {
   std::optional<uint64_t> naps_[kRanks];  // what its bell had rung when the rank said that it sleeps
 };
 
+enum class BoardMistake { kNone, kNeverOdd, kLooksOnce };
+
+// One rank writes twice, two read meanwhile: what they read is of one writing, or they know that it is not.
+uint64_t explore_board(BoardMistake mistake) {
+  std::optional<BoardOf<Model, 2>> board;
+  const auto write = [&](uint64_t version) {
+    if (mistake != BoardMistake::kNeverOdd) return write_board(*board, {version, version});
+    for (auto& word : board->words) word.store(version, std::memory_order_release);
+    board->changes.fetch_add(2);
+  };
+  const auto read = [&](uint64_t (&words)[2]) {
+    if (mistake != BoardMistake::kLooksOnce) return read_board(*board, words);
+    const bool even = board->changes.load() % 2 == 0;
+    for (int i = 0; i < 2; ++i) words[i] = board->words[i].load(std::memory_order_acquire);
+    return even;
+  };
+  Explorer::Program program;
+  program.num_ranks = kRanks;
+  program.reset = [&] {
+    board.reset();
+    board.emplace();
+  };
+  program.run = [&](int rank) {
+    for (uint64_t version = 1; version <= 2; ++version) {
+      if (rank == 0) {
+        write(version);
+      } else {
+        uint64_t words[2];
+        if (read(words)) CHECK(words[0] == words[1]);
+      }
+    }
+  };
+  program.check_the_end = [] {};
+  return Explorer(program).explore();
+}
+
 void holds(const Case& c) {
   const uint64_t num_states = std::make_unique<Team>(c)->explore();
   std::printf("%llu states\n", static_cast<unsigned long long>(num_states));
@@ -298,6 +334,9 @@ int main() {
       {"a rank dies while it aborts",
        [] { holds(with({{&Case::victim, 1}, {&Case::aborts, 1}, {&Case::num_rounds, 1}})); }},
       {"a rank disagrees", [] { holds(with({{&Case::disagrees, 1}, {&Case::num_rounds, 1}})); }},
+      {"a board", [] { CHECK(explore_board(BoardMistake::kNone) > 1000); }},
+      {"mistake: never odd", [] { CHECK_THROWS(explore_board(BoardMistake::kNeverOdd), "words[0] == words[1]"); }},
+      {"mistake: looks once", [] { CHECK_THROWS(explore_board(BoardMistake::kLooksOnce), "words[0] == words[1]"); }},
       {"mistake: rings first", [] { is_found(Mistake::kRingsFirst, {}, "wake up was lost"); }},
       {"mistake: naps unseen", [] { is_found(Mistake::kNapsUnseen, {}, "wake up was lost"); }},
       {"mistake: one announcement", [] { is_found(Mistake::kOneAnnouncement, {}, "after:"); }},

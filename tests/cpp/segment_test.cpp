@@ -43,6 +43,7 @@ void parts_do_not_overlap() {
       {reinterpret_cast<std::byte*>(&segment.control()), sizeof(Control)}};
   for (int a = 0; a < 2; ++a) {
     parts.emplace_back(segment.heap(a), size_t{1} << 20);
+    parts.emplace_back(reinterpret_cast<std::byte*>(&segment.board(a)), sizeof(Board));
     for (int b = 0; b < 2; ++b) {
       parts.emplace_back(segment.slot(a, b), size_t{4096});
       for (const Channel channel : {Channel::kExchange, Channel::kMailbox}) {
