@@ -5,7 +5,6 @@
 
 #include <csignal>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string>
 
@@ -24,7 +23,8 @@ bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 std::optional<Process> look_at(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::string text;
+  std::getline(file, text);  // of a process that ends meanwhile there is nothing to read, which is no exception here
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));

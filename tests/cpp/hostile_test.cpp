@@ -237,7 +237,11 @@ std::byte* boards_of(const Group& group) {
 void nonsense_on_a_board() {
   for (int trial = 0; trial < 40 * factor; ++trial) {
     test::run_processes(2, [&](Bootstrap& bootstrap) {
-      const auto group = Group::create(bootstrap, options());
+      std::string report;
+      GroupOptions telling = options();
+      telling.stall_after = milliseconds(2);
+      telling.warn = [&](const std::string& text) { report = text; };
+      const auto group = Group::create(bootstrap, telling);
       if (group->rank() == 0) {
         std::mt19937_64 random(seed + trial);
         auto* const boards = reinterpret_cast<std::atomic<uint64_t>*>(boards_of(*group));
@@ -248,10 +252,10 @@ void nonsense_on_a_board() {
           if (random() % 4) theirs.words[i].store(random() % 2 ? random() >> 40 : telling_values()[random() % 15]);
           if (random() % 4) theirs.words[i + 1].store(random() % 2 ? 0 : telling_values()[random() % 15]);
         }
-        group->set_timeout(milliseconds(5));
+        group->set_timeout(milliseconds(30));
         const std::string error = test::error_of([&] { group->round({}); });
         CHECK_CONTAINS(error, "rank 1 has not arrived");
-        for (const char letter : error) CHECK(letter >= ' ' && letter <= '~');
+        for (const char letter : report + error) CHECK(letter >= ' ' && letter <= '~');
       }
       bootstrap.all_gather("");
     });
