@@ -105,37 +105,39 @@ def _pieces(tensor: Tensor, depths: Sequence[int], layout: Any) -> tuple[Tensor,
     ]
 
 
-def depthwise_with_halos(kernel: int, dtype: torch.dtype, layout: Any) -> Run:
+def depthwise_with_halos(kernel: int, stride: int, dtype: torch.dtype, layout: Any) -> Run:
     """Own rows and columns and what the neighbours sent as separate pieces; interior and border as separate launches."""
 
     def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
         reach, channels = kernel // 2, rng.choice([3, 32, 40])
-        depths = [rng.choice([0, reach]) for _ in range(4)]
-        height, width = rng.randint(kernel, 60), rng.randint(kernel, 60)
+        # Of the output; every one of its rows stands for `stride` rows of the input.
+        depths = [rng.choice([0, -(-reach // stride)]) for _ in range(4)]
+        height, width = rng.randint(kernel, 60) // stride, rng.randint(kernel, 60) // stride
         sizes = (rng.randint(1, 2), channels, height + sum(depths[:2]), width + sum(depths[2:]))
-        full, full_dy = (_draw(rng, sizes, dtype, layout, device) for _ in range(2))
+        in_depths, in_sizes = [stride * depth for depth in depths], (*sizes[:2], *(stride * size for size in sizes[2:]))
+        full, full_dy = _draw(rng, in_sizes, dtype, layout, device), _draw(rng, sizes, dtype, layout, device)
         weight = _draw(rng, (channels, 1, kernel, kernel), dtype, torch.contiguous_format, device)
         bias = _draw(rng, (channels,), dtype, None, device)
 
-        (x, halos), (dy, dy_halos) = _pieces(full, depths, layout), _pieces(full_dy, depths, layout)
-        out, dx = (_poisoned(x.shape, dtype, layout, device) for _ in range(2))
+        (x, halos), (dy, dy_halos) = _pieces(full, in_depths, layout), _pieces(full_dy, depths, layout)
+        out, dx = (_poisoned(own.shape, dtype, layout, device) for own in (dy, x))
         dw = _poisoned(weight.shape, dtype, torch.contiguous_format, device)
         for part in ("interior", "border"):
-            KERNELS.depthwise(x, halos, weight, bias, out, (reach, reach), 1, part)
-            KERNELS.depthwise_input_grad(dy, dy_halos, weight, dx, (reach, reach), 1, part)
-        KERNELS.depthwise_weight_grad(x, dy, dy_halos, dw, (reach, reach))
+            KERNELS.depthwise(x, halos, weight, bias, out, (reach, reach), stride, part)
+            KERNELS.depthwise_input_grad(dy, dy_halos, weight, dx, (reach, reach), stride, part)
+        KERNELS.depthwise_weight_grad(x, dy, dy_halos, dw, (reach, reach), stride)
         wide_x = full.double().requires_grad_()
         wide_w = weight.double().requires_grad_()
-        expected = F.conv2d(wide_x, wide_w, bias.double(), padding=reach, groups=channels)
+        expected = F.conv2d(wide_x, wide_w, bias.double(), stride, reach, groups=channels)
         (dx_all,) = torch.autograd.grad(expected, wide_x, full_dy.double(), retain_graph=True)
         # Products of own inputs only: this rank's share.
         mine = torch.zeros_like(full, dtype=torch.float64)
-        _own(mine, depths).copy_(_own(full, depths))
-        shares = F.conv2d(mine, wide_w, padding=reach, groups=channels)
+        _own(mine, in_depths).copy_(_own(full, in_depths))
+        shares = F.conv2d(mine, wide_w, None, stride, reach, groups=channels)
         (dw_all,) = torch.autograd.grad(shares, wide_w, full_dy.double())
         return {
             "output": (out, _own(expected, depths).detach()),
-            "input": (dx, _own(dx_all, depths)),
+            "input": (dx, _own(dx_all, in_depths)),
             "weight": (dw, dw_all),
         }
 
@@ -288,12 +290,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Run]]:
     for type_name, dtype in DTYPES.items():
         for layout_name, layout in LAYOUTS.items():
             where = f"{type_name} {layout_name}"
-            for kernel, stride in [(7, 1), (3, 1), (5, 1), (3, 2), (7, 2), (13, 1), (31, 1), (4, 1)]:
+            for kernel, stride in [(7, 1), (3, 1), (5, 1), (3, 2), (5, 2), (7, 2), (13, 1), (31, 1), (4, 1)]:
                 name = f"depthwise {kernel}x{kernel}, stride {stride}, {where}"
                 yield name, dtype, depthwise(kernel, stride, dtype, layout)
-            for kernel in (7, 3, 13):
-                name = f"depthwise {kernel}x{kernel} with halos, {where}"
-                yield name, dtype, depthwise_with_halos(kernel, dtype, layout)
+            for kernel, stride in [(7, 1), (3, 1), (13, 1), (3, 2), (5, 2), (7, 2)]:
+                name = f"depthwise {kernel}x{kernel}, stride {stride}, with halos, {where}"
+                yield name, dtype, depthwise_with_halos(kernel, stride, dtype, layout)
             for channels in (8, 96, 257, 1024, 2048):
                 yield f"layer norm over {channels}, {where}", dtype, layer_norm(channels, dtype, layout)
             if layout is torch.channels_last:

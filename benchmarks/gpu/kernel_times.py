@@ -261,6 +261,13 @@ def bucket(part: Part, flat_kind: str) -> dict[str, Any]:
     }
 
 
+# Windows that are not ConvNeXt's: kernel, stride, dilation; accesses of an input in forward and backward.
+WINDOWS = {
+    "depthwise 3x3, stride 2": (3, 2, 1, 1.25, 2.5),
+    "depthwise 7x7, stride 2": (7, 2, 1, 1.25, 2.5),
+}
+
+
 def _op(part: Part, name: str, kind: str, layout_name: str) -> dict[str, Any]:
     """The ops whose ceiling is copying, on (7, 256, 128, 256) or what they make of it."""
     shape, dtype, device, layout = _shape(part, 0), DTYPES[kind], part.device, LAYOUTS[layout_name]
@@ -311,6 +318,15 @@ def _op(part: Part, name: str, kind: str, layout_name: str) -> dict[str, Any]:
             3,
         ),
     }
+    for what, (kernel, stride, dilation, forward, backward) in WINDOWS.items():
+        at = [stride] * 2, [kernel // 2 * dilation] * 2, [dilation] * 2
+        pairs[what] = (
+            lambda x, w, at=at: OPS.convolution(x, w, None, *at, False, [0, 0], c, [], [], []),  # type: ignore[misc]
+            lambda x, w, at=at: F.conv2d(x, w, None, *at, c),  # type: ignore[misc]
+            lambda kernel=kernel: [image(*shape), torch.randn(c, 1, kernel, kernel, device=device).to(dtype)],  # type: ignore[misc]
+            forward,
+            backward,
+        )
     ours, theirs, make, forward, backward = pairs[name]
     num_bytes = 3 * numel * dtype.itemsize
     return {
@@ -349,7 +365,8 @@ def run(part: Part, options: argparse.Namespace) -> None:
         )
     for kind in DTYPES:
         part.case(f"bucket pack to {kind}", lambda kind=kind: bucket(part, kind))  # type: ignore[misc]
-    for name in ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation", "layer scale"):
+    copying = ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation", "layer scale")
+    for name in (*copying, *WINDOWS):
         for layout in LAYOUTS:
             part.case(
                 f"{name}, bf16 {layout}",

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
 
 #include "kernels/block_program.h"
 #include "kernels/halo_planes.h"
@@ -29,16 +30,18 @@ struct DepthwiseParams {
 // Interior: what can be computed before any halo is there. Border: the rest.
 enum class Part { kAll, kInterior, kBorder };
 
+// Input and output in each other's place.
+inline DepthwiseParams with_extents_swapped(DepthwiseParams params) {
+  std::swap(params.in_height, params.out_height);
+  std::swap(params.in_width, params.out_width);
+  return params;
+}
+
 // The convolution whose output is the gradient of the input, for a stride of 1: the taps are mirrored.
 inline DepthwiseParams input_grad_as_forward(DepthwiseParams params) {
   params.y.offset = params.y.reach() - params.y.offset;
   params.x.offset = params.x.reach() - params.x.offset;
-  const DepthwiseParams forward = params;
-  params.in_height = forward.out_height;
-  params.in_width = forward.out_width;
-  params.out_height = forward.in_height;
-  params.out_width = forward.in_width;
-  return params;
+  return with_extents_swapped(params);
 }
 
 inline bool unit_steps(const DepthwiseParams& params) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/depthwise_any.h"
+#include "kernels/depthwise_known.h"
 #include "kernels/depthwise_tile.h"
 #include "kernels/depthwise_wide.h"
 
@@ -8,29 +9,15 @@
 // run.program(program) and run.each(work), where work has total() and operator()(index).
 namespace torchtp::kernels {
 
-template <int kKernel, int kStride, bool kChannelsLast, typename T, typename Run, typename... Args>
-void run_depthwise_tile(const Run& run, const HaloPlanes<T>& in, const Args&... args) {
-  run.program(DepthwiseTile<T, kKernel, kStride, kChannelsLast>::make(in, args..., run.most_shared));
-}
-
 template <bool kChannelsLast, typename T, typename Run>
 void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                    const DepthwiseParams& params, const Regions& regions, bool mirrored) {
-  const auto is = [&](int32_t kernel, int32_t stride) {
-    return params.y.kernel == kernel && params.x.kernel == kernel && params.y.stride == stride &&
-           params.x.stride == stride && params.y.dilation == 1 && params.x.dilation == 1;
+  const auto tile = [&](auto kernel, auto stride) {
+    using Tile = DepthwiseTile<T, decltype(kernel)::value, decltype(stride)::value, false, kChannelsLast>;
+    run.program(Tile::make(in, weight, bias, out, params, regions, mirrored, run.most_shared));
   };
-  if (is(3, 1)) {
-    run_depthwise_tile<3, 1, kChannelsLast>(run, in, weight, bias, out, params, regions, mirrored);
-  } else if (is(5, 1)) {
-    run_depthwise_tile<5, 1, kChannelsLast>(run, in, weight, bias, out, params, regions, mirrored);
-  } else if (is(7, 1)) {
-    run_depthwise_tile<7, 1, kChannelsLast>(run, in, weight, bias, out, params, regions, mirrored);
-  } else if (is(3, 2)) {
-    run_depthwise_tile<3, 2, kChannelsLast>(run, in, weight, bias, out, params, regions, mirrored);
-  } else if (is(7, 2)) {
-    run_depthwise_tile<7, 2, kChannelsLast>(run, in, weight, bias, out, params, regions, mirrored);
-  } else if (unit_steps(params)) {
+  if (with_known_kernel<1>(params, tile) || with_known_kernel<2>(params, tile)) return;
+  if (unit_steps(params)) {
     run.program(
         DepthwiseWide<T, kChannelsLast>::make(in, weight, bias, out, params, regions, mirrored, run.most_shared));
   } else {
@@ -59,6 +46,20 @@ void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, con
   }
 }
 
+// For a stride that is not 1.
+template <bool kChannelsLast, typename T, typename Run>
+void run_depthwise_input_grad(const Run& run, const HaloPlanes<T>& grad_out, const T* weight, T* grad_in,
+                              const DepthwiseParams& params, const Regions& regions) {
+  const auto tile = [&](auto kernel, auto stride) {
+    using Tile = DepthwiseTile<T, decltype(kernel)::value, decltype(stride)::value, true, kChannelsLast>;
+    const T* const no_bias = nullptr;
+    run.program(
+        Tile::make(grad_out, weight, no_bias, grad_in, with_extents_swapped(params), regions, false, run.most_shared));
+  };
+  if (with_known_kernel<2>(params, tile)) return;
+  run.each(DepthwiseAnyInputGrad<T, kChannelsLast>{grad_out, weight, grad_in, params, regions});
+}
+
 template <typename T, typename Run>
 void run_depthwise_input_grad(const Run& run, const HaloPlanes<T>& grad_out, const T* weight, T* grad_in,
                               const DepthwiseParams& params, Part part) {
@@ -71,9 +72,9 @@ void run_depthwise_input_grad(const Run& run, const HaloPlanes<T>& grad_out, con
   for (const Regions& regions : depthwise_regions(params, grad_out, part, true)) {
     if (params.batches * params.channels * regions.area() == 0) continue;
     if (params.channels_last) {
-      run.each(DepthwiseAnyInputGrad<T, true>{seen, weight, grad_in, params, regions});
+      run_depthwise_input_grad<true>(run, seen, weight, grad_in, params, regions);
     } else {
-      run.each(DepthwiseAnyInputGrad<T, false>{seen, weight, grad_in, params, regions});
+      run_depthwise_input_grad<false>(run, seen, weight, grad_in, params, regions);
     }
   }
 }

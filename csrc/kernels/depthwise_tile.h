@@ -1,21 +1,27 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/block_program.h"
 #include "kernels/depthwise.h"
+#include "kernels/depthwise_meeting.h"
 #include "kernels/depthwise_stage.h"
 
 namespace torchtp::kernels {
 
-// Kernel and stride known to the compiler, dilation 1. A thread keeps its channel's filter and kRows x kColumns outputs
-// in registers; each row of the window that it reads from shared memory meets every output row it belongs to.
-template <typename T, int kKernel, int kStride, bool kChannelsLast>
+// Kernel and stride known to the compiler, dilation 1; a convolution, or (kInputGrad) the gradient of its input, whose
+// `in` is the gradient of the output and whose `out` that of the input. A thread keeps its channel's filter and
+// kRows x kColumns outputs in registers; each row of the window that it reads from shared memory meets every output row
+// it belongs to. At a stride of 1 the gradient is a convolution too, with the taps mirrored.
+template <typename T, int kKernel, int kStride, bool kInputGrad, bool kChannelsLast>
 struct DepthwiseTile : NoTeams {
+  using Meeting = std::conditional_t<kInputGrad, GradMeeting<kKernel, kStride>, ForwardMeeting<kKernel, kStride>>;
   static constexpr int kThreads = kChannelsLast ? 256 : 128;
   static constexpr int kBlocksPerSm = 512 / kThreads;
   static constexpr int kStepPhases = 2, kPhases = 2;
-  static constexpr int kRows = 8 / kStride, kColumns = 4, kTaps = kKernel * kKernel;
-  static constexpr int kWindow = (kColumns - 1) * kStride + kKernel;
-  static constexpr int kWindowRows = (kRows - 1) * kStride + kKernel;
+  static constexpr int kRows = 8 / kStride, kColumns = kInputGrad ? 4 * kStride : 4;
+  static constexpr int kTaps = kKernel * kKernel, kSlots = Meeting::kSlots, kFilter = kSlots * kSlots;
+  static constexpr int kWindow = Meeting::rows(kColumns), kWindowRows = Meeting::rows(kRows);
   using State = NoState;
 
   HaloPlanes<T> in;
@@ -31,15 +37,15 @@ struct DepthwiseTile : NoTeams {
 
   static DepthwiseTile make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                             const DepthwiseParams& params, const Regions& regions, bool mirrored, size_t most_shared) {
-    // Channels last: a tile 4 threads wide is 16 columns, and with 2 below each other 16 rows.
-    TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, 2, regions)
-                                  : tile_grid(7, 0, true, kRows, kColumns, 4, regions);
-    const int64_t innermost_in = kChannelsLast ? params.channels : params.in_width;
+    // Channels last: a tile is 16 columns wide, and 16 rows high at a stride of 1.
+    TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, kColumns == 4 ? 2 : 1, regions)
+                                  : tile_grid(7, 0, true, kRows, kColumns, kColumns == 4 ? 4 : 3, regions);
+    const int64_t innermost_in = kChannelsLast ? in.channels : in.width;
     const bool loads = loads_four(in.own, innermost_in);
     const bool stores = !kChannelsLast && loads_four(out, params.out_width);
     for (;;) {
-      const int32_t rows = (grid.rows() - 1) * kStride + kKernel, columns = (grid.columns() - 1) * kStride + kKernel;
-      const int32_t pitch = (grid.columns() - kColumns) * kStride + round_to_fours(kWindow);
+      const int32_t rows = Meeting::rows(grid.rows()), columns = Meeting::rows(grid.columns());
+      const int32_t pitch = Meeting::skipped(grid.columns() - kColumns) + round_to_fours(kWindow);
       const DepthwiseTile program{{},
                                   in,
                                   weight,
@@ -67,7 +73,7 @@ struct DepthwiseTile : NoTeams {
   TORCHTP_HOST_DEVICE int32_t tile_floats() const {
     return kChannelsLast ? stage.interleaved_floats() : stage.planar_floats();
   }
-  size_t shared_bytes() const { return sizeof(float) * (tile_floats() + grid.planes() * kTaps); }
+  size_t shared_bytes() const { return sizeof(float) * (tile_floats() + grid.planes() * kFilter); }
   TORCHTP_HOST_DEVICE int num_steps(int64_t) const { return 1; }
 
   template <int kPhase>
@@ -90,13 +96,17 @@ struct DepthwiseTile : NoTeams {
   TORCHTP_HOST_DEVICE int64_t batch(uint32_t group) const { return group / static_cast<uint32_t>(chunks()); }
 
   TORCHTP_HOST_DEVICE void bring(int thread, uint32_t group, const Region& tile, float* memory) const {
-    const int32_t y0 = tile.y0 * kStride - offset_y, x0 = tile.x0 * kStride - offset_x;
+    const int32_t y0 = Meeting::first_row(tile.y0, offset_y), x0 = Meeting::first_row(tile.x0, offset_x);
     float* const filters = memory + tile_floats();
     const int64_t first_plane = int64_t{group} << grid.log_planes;
-    for (int32_t i = thread; i < grid.planes() * kTaps; i += kThreads) {
-      const int32_t q = i / kTaps, tap = mirrored ? kTaps - 1 - i % kTaps : i % kTaps;
+    for (int32_t i = thread; i < grid.planes() * kFilter; i += kThreads) {
+      const int32_t q = i / kFilter, slot = i % kFilter;
+      const int32_t ky = Meeting::tap(slot / kSlots, tile.y0, offset_y);
+      const int32_t kx = Meeting::tap(slot % kSlots, tile.x0, offset_x);
       const int64_t plane = kChannelsLast ? first_channel(group) + q : first_plane + q;
-      const bool there = plane < (kChannelsLast ? int64_t{in.channels} : num_planes());
+      bool there = plane < (kChannelsLast ? int64_t{in.channels} : num_planes());
+      if (kInputGrad) there = there && ky >= 0 && ky < kKernel && kx >= 0 && kx < kKernel;
+      const int32_t tap = mirrored ? kTaps - 1 - (ky * kKernel + kx) : ky * kKernel + kx;
       filters[i] = there ? static_cast<float>(weight[plane % in.channels * kTaps + tap]) : 0;
     }
     if constexpr (kChannelsLast) {
@@ -116,10 +126,10 @@ struct DepthwiseTile : NoTeams {
     const int32_t c = kChannelsLast ? first_channel(group) + q : static_cast<int32_t>(plane % in.channels);
     if (y >= tile.y1 || x >= tile.x1 || (kChannelsLast ? c >= in.channels : plane >= num_planes())) return;
 
-    float filter[kTaps];
-    const float* const filters = memory + tile_floats() + q * kTaps;
+    float filter[kFilter];
+    const float* const filters = memory + tile_floats() + q * kFilter;
 #pragma unroll
-    for (int i = 0; i < kTaps; ++i) filter[i] = filters[i];
+    for (int i = 0; i < kFilter; ++i) filter[i] = filters[i];
     const float start = bias ? static_cast<float>(bias[c]) : 0.0f;
     float sums[kRows][kColumns];
 #pragma unroll
@@ -129,21 +139,24 @@ struct DepthwiseTile : NoTeams {
     }
 
     const int32_t row_floats = kChannelsLast ? stage.columns * kLanes : stage.pitch;
-    const float* from = kChannelsLast
-                            ? memory + (ty * kRows * kStride * stage.columns + tx * kColumns * kStride) * kLanes + q
-                            : memory + (q * stage.rows + ty * kRows * kStride) * stage.pitch + tx * kColumns * kStride;
+    const int32_t row = Meeting::skipped(ty * kRows), column = Meeting::skipped(tx * kColumns);
+    const float* from = kChannelsLast ? memory + (row * stage.columns + column) * kLanes + q
+                                      : memory + (q * stage.rows + row) * stage.pitch + column;
 #pragma unroll
     for (int v = 0; v < kWindowRows; ++v, from += row_floats) {
-      float row[kWindow];
-      read_row<kWindow, kChannelsLast>(from, row);
+      float window[kWindow];
+      read_row<kWindow, kChannelsLast>(from, window);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const int ky = v - r * kStride;
-        if (ky < 0 || ky >= kKernel) continue;
+        const int ky = Meeting::slot(r, v);
+        if (ky < 0) continue;
 #pragma unroll
-        for (int kx = 0; kx < kKernel; ++kx) {
+        for (int u = 0; u < kWindow; ++u) {
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j) sums[r][j] += row[j * kStride + kx] * filter[ky * kKernel + kx];
+          for (int j = 0; j < kColumns; ++j) {
+            const int kx = Meeting::slot(j, u);
+            if (kx >= 0) sums[r][j] += window[u] * filter[ky * kSlots + kx];
+          }
         }
       }
     }
@@ -154,16 +167,19 @@ struct DepthwiseTile : NoTeams {
     for (int r = 0; r < kRows; ++r) {
       if (y + r >= tile.y1) return;
       const int64_t first = pixel + int64_t{r} * out_width;
-      if (stores_four && x % 4 == 0 && x + 4 <= tile.x1) {
-        Pack<T, 4> four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.values[j] = static_cast<T>(sums[r][j]);
-        *reinterpret_cast<Pack<T, 4>*>(out + first) = four;
-      } else {
+      for (int j = 0; j < kColumns; j += 4) {
+        if (stores_four && x % 4 == 0 && x + j + 4 <= tile.x1) {
+          Pack<T, 4> four;
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          if (x + j < tile.x1) {
-            out[kChannelsLast ? (first + j) * in.channels + c : first + j] = static_cast<T>(sums[r][j]);
+          for (int i = 0; i < 4; ++i) four.values[i] = static_cast<T>(sums[r][j + i]);
+          *reinterpret_cast<Pack<T, 4>*>(out + first + j) = four;
+        } else {
+#pragma unroll
+          for (int i = j; i < j + 4; ++i) {
+            if (x + i < tile.x1) {
+              out[kChannelsLast ? (first + i) * in.channels + c : first + i] = static_cast<T>(sums[r][i]);
+            }
           }
         }
       }

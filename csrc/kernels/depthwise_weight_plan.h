@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/depthwise_any.h"
+#include "kernels/depthwise_known.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "kernels/depthwise_weight_tile.h"
 #include "kernels/depthwise_weight_wide.h"
@@ -51,17 +52,14 @@ struct DepthwiseWeightAny {
   }
 };
 
-template <int kKernel, bool kChannelsLast, typename T, typename Run>
-int32_t run_weight_tile(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
-                        const DepthwiseParams& params) {
-  using Tile = DepthwiseWeightTile<T, kKernel, kChannelsLast>;
+template <int kKernel, int kStride, bool kChannelsLast, typename T>
+auto weight_tile(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch, const DepthwiseParams& params,
+                 size_t most_shared) {
+  using Tile = DepthwiseWeightTile<T, kKernel, kStride, kChannelsLast>;
   const DepthwiseParams back = input_grad_as_forward(params);
-  const Tile tile =
-      grad_out.has_halo()
-          ? Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true, run.most_shared)
-          : Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false, run.most_shared);
-  run.program(tile);
-  return tile.splits;
+  return kStride == 1 && grad_out.has_halo()
+             ? Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true, most_shared)
+             : Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false, most_shared);
 }
 
 template <bool kChannelsLast, typename T>
@@ -74,16 +72,19 @@ DepthwiseWeightWide<T, kChannelsLast> weight_wide(const HaloPlanes<T>& in, const
 }
 
 template <bool kChannelsLast, typename T, typename Run>
-int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
-                          const DepthwiseParams& params) {
+int32_t run_weight_splits_in(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
+                             const DepthwiseParams& params) {
   const HaloPlanes<T>& points = grad_out.has_halo() ? in : grad_out;
   if (params.batches * params.channels * points.height * points.width == 0) return 0;
-  const bool square = params.y.kernel == params.x.kernel, both = in.has_halo() && grad_out.has_halo();
-  if (square && !both && unit_steps(params)) {
-    if (params.y.kernel == 3) return run_weight_tile<3, kChannelsLast>(run, in, grad_out, scratch, params);
-    if (params.y.kernel == 5) return run_weight_tile<5, kChannelsLast>(run, in, grad_out, scratch, params);
-    if (params.y.kernel == 7) return run_weight_tile<7, kChannelsLast>(run, in, grad_out, scratch, params);
-  }
+  const bool both = in.has_halo() && grad_out.has_halo();
+  int32_t splits = 0;
+  const auto tile = [&](auto kernel, auto stride) {
+    const auto program = weight_tile<decltype(kernel)::value, decltype(stride)::value, kChannelsLast>(
+        in, grad_out, scratch, params, run.most_shared);
+    run.program(program);
+    splits = program.splits;
+  };
+  if ((!both && with_known_kernel<1>(params, tile)) || with_known_kernel<2>(params, tile)) return splits;
   if (!both && unit_steps(params)) {
     const auto wide = weight_wide<kChannelsLast>(in, grad_out, scratch, params);
     if (wide.fits(run.most_shared)) {
@@ -97,12 +98,19 @@ int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPla
   return any.splits;
 }
 
+// The first stage: the number of splits that it leaves in `scratch`.
+template <typename T, typename Run>
+int32_t run_weight_splits(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
+                          const DepthwiseParams& params) {
+  return params.channels_last ? run_weight_splits_in<true>(run, in, grad_out, scratch, params)
+                              : run_weight_splits_in<false>(run, in, grad_out, scratch, params);
+}
+
 template <typename T, typename Run>
 void run_depthwise_weight_grad(const Run& run, const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, T* grad_weight,
                                float* scratch, const DepthwiseParams& params) {
   const int64_t count = int64_t{params.channels} * params.y.kernel * params.x.kernel;
-  const int32_t splits = params.channels_last ? run_weight_splits<true>(run, in, grad_out, scratch, params)
-                                              : run_weight_splits<false>(run, in, grad_out, scratch, params);
+  const int32_t splits = run_weight_splits(run, in, grad_out, scratch, params);
   run.program(SplitSum<T>{scratch, grad_weight, count, splits});
 }
 

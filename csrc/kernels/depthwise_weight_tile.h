@@ -2,31 +2,34 @@
 
 #include "kernels/block_program.h"
 #include "kernels/depthwise.h"
+#include "kernels/depthwise_meeting.h"
 #include "kernels/depthwise_stage.h"
 
 namespace torchtp::kernels {
 
-// Stride and dilation 1: sums[tap] = sum over own points q of points[q] * window[q + tap - offset]. Of (input, output's
-// gradient) the one without halo is `points`; where that is the input, taps run in reverse order. A thread holds 8 x 4
-// points and all the sums of a channel's filter; each row of the window meets every row of points it belongs to.
-template <typename T, int kKernel, bool kChannelsLast>
+// Dilation 1: sums[tap] = sum over points q of points[q] * window[kStride * q + tap - offset]. At a stride of 1 the
+// points are of (input, output's gradient) the one without halo; where that is the input, taps run in reverse order.
+// At others they are the output's gradient, with its halo. A thread holds 8 / kStride x 4 points and all the sums of a
+// channel's filter; each row of the window meets every row of points it belongs to.
+template <typename T, int kKernel, int kStride, bool kChannelsLast>
 struct DepthwiseWeightTile : NoTeams {
   static constexpr int kThreads = kChannelsLast ? 256 : 128;
   static constexpr int kBlocksPerSm = 512 / kThreads;
   static constexpr int64_t kEnoughBlocks = 262144 / kThreads;
   static constexpr int kStepPhases = 2, kPhases = 4;
-  static constexpr int kRows = 8, kColumns = 4, kTaps = kKernel * kKernel;
-  static constexpr int kWindow = kColumns - 1 + kKernel;
+  using Meeting = ForwardMeeting<kKernel, kStride>;
+  static constexpr int kRows = 8 / kStride, kColumns = 4, kTaps = kKernel * kKernel;
+  static constexpr int kWindow = Meeting::rows(kColumns);
   struct State {
     float sums[kTaps];
     float points[kRows][kColumns];
   };
 
+  HaloPlanes<T> points;
   HaloPlanes<T> window;
-  const T* points;
   float* partial;  // [splits, C, kTaps]
   int64_t batches;
-  int32_t channels, height, width, offset_y, offset_x;
+  int32_t offset_y, offset_x;
   int32_t splits;
   bool mirrored, loads_points;
   TileGrid grid;
@@ -35,15 +38,14 @@ struct DepthwiseWeightTile : NoTeams {
   static DepthwiseWeightTile make(const HaloPlanes<T>& points, const HaloPlanes<T>& window, float* partial,
                                   int64_t batches, int32_t offset_y, int32_t offset_x, bool mirrored,
                                   size_t most_shared) {
-    const Regions regions{{0, points.height, 0, points.width}, {}};
+    // Columns from a multiple of four on, so that loads are aligned.
+    const int32_t first_column = -round_to_fours(points.columns_left);
+    const Regions regions{{points.first_row(), points.end_row(), first_column, points.end_column()}, {}};
     DepthwiseWeightTile program{};
+    program.points = points;
     program.window = window;
-    program.points = points.own;
     program.partial = partial;
     program.batches = batches;
-    program.channels = points.channels;
-    program.height = points.height;
-    program.width = points.width;
     program.offset_y = offset_y;
     program.offset_x = offset_x;
     program.mirrored = mirrored;
@@ -53,9 +55,9 @@ struct DepthwiseWeightTile : NoTeams {
     TileGrid& grid = program.grid;
     const int64_t innermost = kChannelsLast ? window.channels : window.width;
     do {
-      program.stage =
-          stage_shape(grid.planes(), grid.rows() + kKernel - 1, grid.columns() + kKernel - 1,
-                      grid.columns() - kColumns + round_to_fours(kWindow), loads_four(window.own, innermost));
+      const int32_t pitch = Meeting::skipped(grid.columns() - kColumns) + round_to_fours(kWindow);
+      program.stage = stage_shape(grid.planes(), Meeting::rows(grid.rows()), Meeting::rows(grid.columns()), pitch,
+                                  loads_four(window.own, innermost));
     } while (program.shared_bytes() > most_shared && shrink(grid, !kChannelsLast));
     program.splits = splits_of(program.units(), program.chunks());
     return program;
@@ -67,7 +69,7 @@ struct DepthwiseWeightTile : NoTeams {
     return static_cast<int32_t>(most < enough ? most : enough);
   }
   TORCHTP_HOST_DEVICE int64_t units() const { return batches * grid.tiles(); }
-  TORCHTP_HOST_DEVICE int32_t chunks() const { return (channels + grid.planes() - 1) >> grid.log_planes; }
+  TORCHTP_HOST_DEVICE int32_t chunks() const { return (points.channels + grid.planes() - 1) >> grid.log_planes; }
   int64_t num_blocks() const { return int64_t{chunks()} * splits; }
   size_t shared_bytes() const {
     const int32_t tile = kChannelsLast ? stage.interleaved_floats() : stage.planar_floats();
@@ -112,55 +114,61 @@ struct DepthwiseWeightTile : NoTeams {
 
   TORCHTP_HOST_DEVICE void bring(int thread, int64_t n, int32_t first_channel, const Region& tile, State& state,
                                  float* memory) const {
+    const int32_t window_y = Meeting::first_row(tile.y0, offset_y), window_x = Meeting::first_row(tile.x0, offset_x);
     if constexpr (kChannelsLast) {
-      stage_interleaved<kThreads>(window, stage, n, first_channel, tile.y0 - offset_y, tile.x0 - offset_x, thread,
-                                  memory);
+      stage_interleaved<kThreads>(window, stage, n, first_channel, window_y, window_x, thread, memory);
     } else {
-      stage_planar<kThreads>(window, stage, n * channels + first_channel, (n + 1) * channels, tile.y0 - offset_y,
-                             tile.x0 - offset_x, thread, memory);
+      const int64_t first_plane = n * points.channels + first_channel;
+      stage_planar<kThreads>(window, stage, first_plane, (n + 1) * points.channels, window_y, window_x, thread, memory);
     }
     const int32_t c = first_channel + plane_of(thread);
     const int32_t y = tile.y0 + row_of(thread) * kRows, x = tile.x0 + column_of(thread) * kColumns;
-    const int64_t plane = kChannelsLast ? n : n * channels + c;
-    const int64_t pixel = (plane * height + y) * width + x;
+    const int64_t plane = kChannelsLast ? n : n * points.channels + c;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) state.points[r][j] = 0;
-      if (c >= channels || y + r >= height) continue;
-      const int64_t first = pixel + int64_t{r} * width;
-      if (loads_points && x + 4 <= width) {
-        const auto four = *reinterpret_cast<const Pack<T, 4>*>(points + first);
+      if (c >= points.channels) continue;
+      const bool own = y + r >= 0 && y + r < points.height;
+      if (loads_points && own && x >= 0 && x + 4 <= points.width) {
+        const T* const from = points.own + points.template own_index<kChannelsLast>(plane, c, y + r, x);
+        const auto four = *reinterpret_cast<const Pack<T, 4>*>(from);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) state.points[r][j] = static_cast<float>(four.values[j]);
       } else {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          if (x + j < width) {
-            state.points[r][j] = static_cast<float>(points[kChannelsLast ? (first + j) * channels + c : first + j]);
-          }
-        }
+        for (int j = 0; j < kColumns; ++j) state.points[r][j] = point(plane, c, y + r, x + j);
       }
     }
+  }
+
+  // Without a halo there is no need to look for pieces.
+  TORCHTP_HOST_DEVICE float point(int64_t plane, int32_t c, int32_t y, int32_t x) const {
+    if constexpr (kStride > 1) return points.template at<kChannelsLast>(plane, c, y, x);
+    if (y >= points.height || x >= points.width) return 0;
+    return static_cast<float>(points.own[points.template own_index<kChannelsLast>(plane, c, y, x)]);
   }
 
   TORCHTP_HOST_DEVICE void multiply(int thread, State& state, const float* memory) const {
     const int32_t q = plane_of(thread), ty = row_of(thread), tx = column_of(thread);
     const int32_t row_floats = kChannelsLast ? stage.columns * kLanes : stage.pitch;
-    const float* from = kChannelsLast ? memory + (ty * kRows * stage.columns + tx * kColumns) * kLanes + q
-                                      : memory + (q * stage.rows + ty * kRows) * stage.pitch + tx * kColumns;
+    const int32_t first_row = Meeting::skipped(ty * kRows), first_column = Meeting::skipped(tx * kColumns);
+    const float* from = kChannelsLast ? memory + (first_row * stage.columns + first_column) * kLanes + q
+                                      : memory + (q * stage.rows + first_row) * stage.pitch + first_column;
 #pragma unroll
-    for (int v = 0; v < kRows + kKernel - 1; ++v, from += row_floats) {
+    for (int v = 0; v < Meeting::rows(kRows); ++v, from += row_floats) {
       float row[kWindow];
       read_row<kWindow, kChannelsLast>(from, row);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const int ky = v - r;
-        if (ky < 0 || ky >= kKernel) continue;
+        const int ky = Meeting::slot(r, v);
+        if (ky < 0) continue;
 #pragma unroll
         for (int kx = 0; kx < kKernel; ++kx) {
 #pragma unroll
-          for (int j = 0; j < kColumns; ++j) state.sums[ky * kKernel + kx] += state.points[r][j] * row[j + kx];
+          for (int j = 0; j < kColumns; ++j) {
+            state.sums[ky * kKernel + kx] += state.points[r][j] * row[j * kStride + kx];
+          }
         }
       }
     }
@@ -172,10 +180,11 @@ struct DepthwiseWeightTile : NoTeams {
     const int32_t plane_floats = kChannelsLast ? kTaps : spots * kTaps;
     for (int32_t i = thread; i < grid.planes() * kTaps; i += kThreads) {
       const int32_t q = i / kTaps, tap = i - q * kTaps;
-      if (first_channel + q >= channels) return;
+      if (first_channel + q >= points.channels) return;
       float sum = 0;
       for (int32_t spot = 0; spot < spots; ++spot) sum += memory[q * plane_floats + spot * spot_floats + tap];
-      partial[(int64_t{split} * channels + first_channel + q) * kTaps + (mirrored ? kTaps - 1 - tap : tap)] = sum;
+      partial[(int64_t{split} * points.channels + first_channel + q) * kTaps + (mirrored ? kTaps - 1 - tap : tap)] =
+          sum;
     }
   }
 };

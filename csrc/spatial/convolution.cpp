@@ -208,7 +208,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts) {
   at::Tensor grad_input, grad_weight, grad_bias;
-  if (has_depthwise_backward(input, weight, params)) {
+  if (has_depthwise(input, weight, params)) {
     std::tie(grad_input, grad_weight) = depthwise_backward(grad_output, input, weight, params, output_mask, cuts);
   } else {
     std::tie(grad_input, grad_weight) = backward_on_pulled(grad_output, input, weight, params, output_mask, cuts);

@@ -100,22 +100,17 @@ bool is_depthwise(const at::Tensor& input, const at::Tensor& weight, const Convo
          weight.size(1) == 1 && weight.size(2) <= 31 && weight.size(3) <= 31;
 }
 
-bool unit_steps(const ConvolutionParams& params) {
-  return params.stride[0] == 1 && params.stride[1] == 1 && params.dilation[0] == 1 && params.dilation[1] == 1;
-}
-
 }  // namespace
 
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
   if (!is_depthwise(input, weight, params)) return false;
-  const bool twos = params.stride[0] == 2 && params.stride[1] == 2 && params.dilation[0] == 1 &&
-                    params.dilation[1] == 1 && weight.size(2) == weight.size(3) &&
-                    (weight.size(2) == 3 || weight.size(2) == 7);
-  return unit_steps(params) || twos;
-}
-
-bool has_depthwise_backward(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  return is_depthwise(input, weight, params) && unit_steps(params);
+  const auto all = [](const std::vector<int64_t>& numbers, int64_t value) {
+    return numbers[0] == value && numbers[1] == value;
+  };
+  if (!all(params.dilation, 1)) return false;
+  const int64_t kernel = weight.size(2);
+  const bool tiled = kernel == weight.size(3) && (kernel == 3 || kernel == 5 || kernel == 7);
+  return all(params.stride, 1) || (tiled && all(params.stride, 2));
 }
 
 DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,

@@ -13,7 +13,6 @@ namespace torchtp::spatial {
 // Whether convolution and its backward go to the kernels of kernels/depthwise.h: on CUDA, for windows that have fast
 // programs. The same answer on all ranks.
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
-bool has_depthwise_backward(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
 
 // What a rank computes of the output: its numbers, its sizes, and which rows of the input every rank of every cut
 // reads.

@@ -109,6 +109,21 @@ void dilation_and_other_strides() {
   check<float>({5, 3, 2, 1, 1, 3, 14, 15, 2, 2});
 }
 
+// Gradients at a stride of 2 have other taps on even than on odd rows, and which these are depends on the padding and
+// on the rank.
+void strides_of_two() {
+  for (int64_t kernel : {3, 5, 7})
+    for (int64_t padding = 0; padding <= kernel / 2 + 1; ++padding) {
+      check<float>({kernel, 2, padding, 1, 2, 3, 12 + padding, 15, 1, 1});
+      check<float>({kernel, 2, padding, 1, 1, 3, 19, 26 + padding, 2, 3});
+      check<float>({kernel, 2, padding, 1, 1, 2, 9, 11, 4, 4});
+      check<c10::Half>({kernel, 2, padding, 1, 1, 8, 16, 24, 1, 2});
+    }
+  check<float>({3, 2, 1, 1, 1, 34, 40, 70, 1, 1});
+  check<float>({5, 2, 2, 1, 1, 2, 41, 150, 1, 1});
+  check<c10::BFloat16>({7, 2, 3, 1, 1, 4, 48, 80, 2, 1});
+}
+
 void half_precision() {
   check<c10::BFloat16>({3, 1, 1, 1, 1, 8, 16, 24, 2, 2});
   check<c10::BFloat16>({7, 1, 3, 1, 1, 4, 24, 32, 1, 2});
@@ -122,6 +137,9 @@ void blocks_with_little_shared_memory() {
     check<float>({7, 1, 3, 1, 1, 33, 70, 3, 1, 1, most});
     check<float>({7, 2, 3, 1, 1, 33, 44, 36, 1, 2, most});
     check<float>({7, 2, 3, 1, 1, 140, 5, 4, 1, 1, most});
+    check<float>({7, 2, 3, 1, 3, 140, 7, 9, 1, 1, most});
+    check<float>({5, 2, 2, 1, 1, 40, 70, 66, 1, 1, most});
+    check<float>({3, 2, 1, 1, 1, 150, 6, 70, 1, 1, most});
     check<float>({31, 1, 15, 1, 1, 9, 18, 40, 1, 1, most});
   }
 }
@@ -134,6 +152,7 @@ int main() {
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
                     {"dilation and other strides", dilation_and_other_strides},
+                    {"strides of two", strides_of_two},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
 }

@@ -93,10 +93,24 @@ void wide_kernels() {
 
 void every_other_kernel() {
   check<float>({13, 1, 6, 1, 1, 2, 18, 20, 1, 2});
-  check<float>({3, 2, 1, 1, 1, 3, 17, 23, 2, 3});
-  check<float>({7, 2, 3, 1, 1, 2, 21, 20, 2, 2});
+  check<float>({3, 3, 1, 1, 1, 3, 17, 23, 2, 3});
+  check<float>({4, 2, 1, 1, 1, 2, 21, 20, 2, 2});
   check<float>({3, 1, 2, 2, 1, 3, 12, 14, 2, 2});
   check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
+}
+
+// There the points are the output's gradient, with its halo if it has one.
+void strides_of_two() {
+  for (int64_t kernel : {3, 5, 7})
+    for (int64_t padding = 0; padding <= kernel / 2 + 1; ++padding) {
+      check<float>({kernel, 2, padding, 1, 2, 3, 12 + padding, 15, 1, 1});
+      check<float>({kernel, 2, padding, 1, 1, 3, 19, 26 + padding, 2, 3});
+      check<float>({kernel, 2, padding, 1, 1, 2, 9, 11, 4, 4});
+    }
+  check<float>({3, 2, 1, 1, 1, 34, 40, 70, 1, 1});
+  check<float>({5, 2, 2, 1, 3, 2, 41, 150, 1, 1});
+  check<c10::BFloat16>({7, 2, 3, 1, 1, 4, 48, 80, 2, 1});
+  check<c10::Half>({3, 2, 1, 1, 1, 8, 16, 24, 1, 2});
 }
 
 void half_precision() {
@@ -108,6 +122,8 @@ void blocks_with_little_shared_memory() {
   for (size_t most : {kernels::kLeastSharedBytes, size_t{147 * 1024}}) {
     check<float>({7, 1, 3, 1, 1, 150, 3, 4, 1, 1, most});
     check<float>({7, 1, 3, 1, 1, 33, 70, 3, 1, 1, most});
+    check<float>({7, 2, 3, 1, 1, 150, 5, 7, 1, 1, most});
+    check<float>({7, 2, 3, 1, 1, 33, 90, 50, 1, 1, most});
     check<float>({31, 1, 15, 1, 1, 9, 18, 40, 1, 1, most});
   }
 }
@@ -120,6 +136,7 @@ int main() {
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
                     {"every other kernel", every_other_kernel},
+                    {"strides of two", strides_of_two},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
 }

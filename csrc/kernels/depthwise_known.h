@@ -1,0 +1,27 @@
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/depthwise.h"
+
+namespace torchtp::kernels {
+
+// Calls take(kernel, stride), constants, where they are among those that tiles are compiled for; false where they are
+// not.
+template <int kStride, typename Take>
+bool with_known_kernel(const DepthwiseParams& params, const Take& take) {
+  if (params.y.kernel != params.x.kernel || params.y.stride != kStride || params.x.stride != kStride) return false;
+  if (params.y.dilation != 1 || params.x.dilation != 1) return false;
+  if (params.y.kernel == 3) {
+    take(std::integral_constant<int, 3>(), std::integral_constant<int, kStride>());
+  } else if (params.y.kernel == 5) {
+    take(std::integral_constant<int, 5>(), std::integral_constant<int, kStride>());
+  } else if (params.y.kernel == 7) {
+    take(std::integral_constant<int, 7>(), std::integral_constant<int, kStride>());
+  } else {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace torchtp::kernels
