@@ -140,6 +140,26 @@ def test_large_reductions_over_hosts_give_the_same_bits_everywhere(hosts):
     hosts.run(_large)
 
 
+def _large_without_room():
+    """The heaps of the first host are too small to work in: it goes another way, with the same messages."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank in _who_is_where()[0]:
+        os.environ["TORCHTP_HEAP_BYTES"] = str(1 << 20)
+    try:
+        group = dist.new_group()
+    finally:
+        os.environ.pop("TORCHTP_HEAP_BYTES", None)
+    numel = 2_500_003
+    tensor = _input(rank, numel, torch.float32)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, _expected([_input(r, numel, torch.float32) for r in range(size)], Op.SUM))
+    dist.destroy_process_group(group)
+
+
+def test_hosts_whose_heap_has_no_room_reduce_as_the_others(hosts):
+    hosts.run(_large_without_room)
+
+
 MOVES = [
     moves._broadcast,
     moves._all_gather,

@@ -23,9 +23,6 @@ using collectives::partial_dtype;
 using collectives::partial_op;
 using collectives::Piece;
 
-// While one block travels between hosts the next one is reduced inside.
-constexpr size_t kBlockBytes = size_t{4} << 20;
-
 at::Tensor view(std::byte* data, int64_t count, at::ScalarType dtype) {
   return at::from_blob(data, {count}, at::TensorOptions().dtype(dtype));
 }
@@ -49,7 +46,6 @@ class Scratch {
     used_ += (num_bytes + kSlack - 1) / kSlack * kSlack;
     return place;
   }
-  void reuse() { used_ = 0; }
 
  private:
   at::Tensor memory_;
@@ -58,16 +54,19 @@ class Scratch {
 
 }  // namespace
 
+HostsEngine::Range HostsEngine::part_of(int64_t count, int num_parts, int index) {
+  const int64_t line = 64;  // elements: parts begin where vectors do
+  const int64_t most = (count / num_parts + line) / line * line;
+  const int64_t begin = std::min(index * most, count);
+  return {begin, std::min(begin + most, count)};
+}
+
 std::vector<Piece> HostsEngine::cut(std::byte* data, int64_t count, at::ScalarType dtype) const {
-  size_t num_pieces = 1;
-  for (const std::vector<int>& host : hosts_) num_pieces = std::max(num_pieces, host.size());
-  const int64_t line = 64;  // elements: pieces begin where vectors do
-  const int64_t most = (count / static_cast<int64_t>(num_pieces) + line) / line * line;
   std::vector<Piece> pieces;
-  for (size_t i = 0; i < num_pieces; ++i) {
-    const int64_t begin = std::min<int64_t>(i * most, count), end = std::min<int64_t>(begin + most, count);
-    std::byte* const place = data + begin * c10::elementSize(dtype);
-    pieces.push_back({place, place, end - begin, local_carrier(static_cast<int>(i))});
+  for (int i = 0; i < num_pieces(); ++i) {
+    const Range part = part_of(count, num_pieces(), i);
+    std::byte* const place = data + part.begin * c10::elementSize(dtype);
+    pieces.push_back({place, place, part.count(), local_carrier(i)});
   }
   return pieces;
 }
@@ -121,74 +120,6 @@ void HostsEngine::reduce_small(const shm::Fingerprint& print, std::byte* data, i
     collectives::reduce_inputs(data, inputs, count, dtype, op, size_);
   }
   collectives::broadcast(call(print), data, count, dtype, 0);
-}
-
-void HostsEngine::reduce_in_blocks(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype,
-                                   ReduceOp op) {
-  settle(print);
-  const size_t item_bytes = c10::elementSize(dtype);
-  const int64_t block = static_cast<int64_t>(kBlockBytes / item_bytes);
-  const int64_t num_blocks = (count + block - 1) / block;
-
-  // Blocks are copied into the heap, unless they lie there: the host's ranks then read each other's where they lie.
-  const bool in_heap = host_->owns(data, count * item_bytes);
-  std::byte* const bounce = in_heap ? nullptr : bounce_buffer(2 * kBlockBytes);
-
-  struct Block {
-    Scratch scratch;
-    std::vector<Piece> pieces;
-    std::vector<Inputs> partial;  // of each piece of mine, in the order of hosts
-    std::vector<HostLinks::MessagePtr> messages;
-  };
-  const size_t scratch_bytes = (std::min(block, count) * item_bytes + kSlack * size_) * (num_hosts() - 1);
-  Block blocks[2] = {{Scratch(scratch_bytes), {}, {}, {}}, {Scratch(num_blocks > 1 ? scratch_bytes : 0), {}, {}, {}}};
-
-  const auto begin = [&](int64_t b) {
-    Block& now = blocks[b % 2];
-    now.scratch.reuse();
-    now.partial.clear();
-    const int64_t size = std::min(block, count - b * block);
-    std::byte* const place = bounce != nullptr ? bounce + (b % 2) * kBlockBytes : data + b * kBlockBytes;
-    if (bounce != nullptr) collectives::stage_bytes(place, data + b * kBlockBytes, size * item_bytes);
-    now.pieces = cut(place, size, dtype);
-    collectives::reduce_pieces(call(print), print, now.pieces, dtype, partial_op(op));
-    std::vector<Transfer> sends, receives;
-    for (int i = 0; i < static_cast<int>(now.pieces.size()); ++i) {
-      const Piece& piece = now.pieces[i];
-      if (piece.owner != here_.index) continue;
-      const size_t num_bytes = piece.count * item_bytes;
-      Inputs& partial = now.partial.emplace_back();
-      for (int h = 0; h < num_hosts(); ++h) {
-        if (h == here_.host) {
-          partial.push_back(piece.output);
-          continue;
-        }
-        receives.push_back({carrier(h, i), now.scratch.take(num_bytes), num_bytes});
-        sends.push_back({carrier(h, i), piece.output, num_bytes});
-        partial.push_back(receives.back().data);
-      }
-    }
-    now.messages = post(sends, receives);
-  };
-  const auto end = [&](int64_t b) {
-    Block& now = blocks[b % 2];
-    finish(now.messages, print);
-    now.messages.clear();
-    size_t next = 0;
-    std::byte* place = data + b * kBlockBytes;
-    for (Piece& piece : now.pieces) {
-      if (piece.owner == here_.index) {
-        collectives::reduce_inputs(piece.output, now.partial[next++], piece.count, dtype, op, size_);
-      }
-      piece.output = std::exchange(place, place + piece.count * item_bytes);
-    }
-    collectives::spread_pieces(call(print), print, now.pieces, dtype);
-  };
-  begin(0);
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    if (b + 1 < num_blocks) begin(b + 1);
-    end(b);
-  }
 }
 
 void HostsEngine::reduce_scatter(uint64_t sequence, const Inputs& inputs, std::byte* output, int64_t count,

@@ -38,6 +38,12 @@ std::vector<Place> places_of(const std::vector<std::vector<int>>& hosts) {
   return places;
 }
 
+int largest(const std::vector<std::vector<int>>& hosts) {
+  size_t most = 1;
+  for (const std::vector<int>& host : hosts) most = std::max(most, host.size());
+  return static_cast<int>(most);
+}
+
 // The cause in an error of the host's group, without the group's name, which every rank adds itself.
 std::string bare(const std::string& what, const std::string& group_name) {
   const std::string prefix = "torchtp group '" + group_name + "': ";
@@ -58,6 +64,7 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       size_(inner->getSize()),
       places_(places_of<Place>(hosts_)),
       here_(places_[rank]),
+      num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
       links_(std::make_shared<HostLinks>(std::move(inner), host_, rank, others(hosts_, here_.host))) {}

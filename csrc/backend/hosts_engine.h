@@ -74,9 +74,19 @@ class HostsEngine : public Engine {
     int index;  // among the ranks of its host
   };
 
+  class Blocks;
+
+  struct Range {  // of elements
+    int64_t begin, end;
+    int64_t count() const { return end - begin; }
+  };
+  static Range part_of(int64_t count, int num_parts, int index);
+
   collectives::Call call(const shm::Fingerprint& print) const { return {*host_, print.sequence, &print}; }
   int num_hosts() const { return static_cast<int>(hosts_.size()); }
   bool is_here(int rank) const { return places_[rank].host == here_.host; }
+  // As many as the largest host has ranks, so that every rank of every host has a piece to carry.
+  int num_pieces() const { return num_pieces_; }
   // The rank of `host` that speaks for piece `index`.
   int carrier(int host, int index) const { return hosts_[host][index % hosts_[host].size()]; }
   int local_carrier(int index) const { return index % static_cast<int>(hosts_[here_.host].size()); }
@@ -104,7 +114,7 @@ class HostsEngine : public Engine {
   void gather_all(const shm::Fingerprint& print, const std::byte* input, const Outputs& outputs, int64_t count,
                   at::ScalarType dtype);
   std::byte* bounce_buffer(size_t num_bytes);  // in the heap; null where that is full
-  // [0, count) in as many pieces as the largest host has ranks, so that every rank of every host has one to carry.
+  // [0, count) in num_pieces().
   std::vector<collectives::Piece> cut(std::byte* data, int64_t count, at::ScalarType dtype) const;
 
   const std::vector<std::vector<int>> hosts_;
@@ -112,6 +122,7 @@ class HostsEngine : public Engine {
   const int size_;
   const std::vector<Place> places_;  // of each rank
   const Place here_;
+  const int num_pieces_;
   const std::shared_ptr<shm::Group> host_;
   std::atomic<int64_t> timeout_ms_;
   const std::shared_ptr<HostLinks> links_;
