@@ -14,18 +14,7 @@ namespace {
 
 constexpr auto kLongestSearch = std::chrono::minutes(1);
 
-// Does a step everywhere; what fails on one rank is thrown on all.
-void together(shm::Bootstrap& bootstrap, const std::function<void()>& step) {
-  std::string trouble;
-  try {
-    step();
-  } catch (const std::exception& error) {
-    trouble = std::string("rank ") + std::to_string(bootstrap.rank()) + ": " + error.what();
-  }
-  for (const std::string& each : bootstrap.all_gather(trouble)) {
-    if (!each.empty()) throw Error("cannot make a process group of several hosts: " + each);
-  }
-}
+constexpr char kTrouble[] = "cannot make a process group of several hosts";
 
 std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::vector<std::vector<int>>& hosts,
                                           const shm::GroupOptions& group_options, const EngineOptions& options) {
@@ -33,14 +22,18 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     return std::find(host.begin(), host.end(), bootstrap.rank()) != host.end();
   });
   std::shared_ptr<shm::Group> group;
-  together(bootstrap, [&] {
+  shm::together(bootstrap, kTrouble, [&] {
     StoreBootstrap inside = bootstrap.among(*here);
     shm::GroupOptions inside_options = group_options;
     inside_options.called = *here;
     group = shm::Group::create(inside, inside_options);
+    return std::string();
   });
   c10::intrusive_ptr<c10d::Backend> inner;
-  together(bootstrap, [&] { inner = options.make_hosts_group(bootstrap.prefix() + "/hosts"); });
+  shm::together(bootstrap, kTrouble, [&] {
+    inner = options.make_hosts_group(bootstrap.prefix() + "/hosts");
+    return std::string();
+  });
   return std::make_shared<HostsEngine>(hosts, bootstrap.rank(), std::move(group), std::move(inner));
 }
 

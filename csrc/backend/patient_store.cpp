@@ -62,7 +62,8 @@ void PatientStore::ask(Step step) {
     state_->step = std::move(step);
     state_->changed.notify_all();
     if (state_->changed.wait_for(lock, timeout_, is_done)) {
-      if (!state_->error.empty()) throw StoreError(kTrouble + ("failed: " + state_->error));
+      if (!state_->error.empty())
+        throw StoreError(cat(kTrouble, "failed: ", state_->error, " (rank 0 or torchrun serves it)"));
       return;
     }
   }

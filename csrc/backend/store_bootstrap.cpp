@@ -107,10 +107,15 @@ void StoreBootstrap::read_why_others_gave_up() {
   if (store_->has(prefix_ + kGaveUp)) throw Error(store_->get(prefix_ + kGaveUp));
 }
 
+// A process that dies closes its connections a little before it can be seen to have died.
 std::string StoreBootstrap::ended() const {
   std::string text;
-  for (int rank = 0; has_died_ && rank < size_; ++rank) {
-    if (has_died_(rank)) text += cat("; rank ", names_[rank], " has ended");
+  const Deadline end_of_looking(kBetweenLooks);
+  while (has_died_ && text.empty() && !end_of_looking.passed()) {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (has_died_(rank)) text += cat("; rank ", names_[rank], " has ended");
+    }
+    std::this_thread::sleep_for(kFirstPause);
   }
   return text;
 }

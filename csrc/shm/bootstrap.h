@@ -5,6 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "core/error.h"
+#include "core/format.h"
+
 namespace torchtp::shm {
 
 // How ranks of one host swap small blobs before they share memory: the backend implements it over a c10d store (with a
@@ -26,5 +29,25 @@ class Bootstrap {
     return nullptr;
   }
 };
+
+// Runs one step on every rank and swaps the strings it returns; where it throws on one rank, all throw "rank 1
+// <trouble>: ".
+template <typename Step>
+std::vector<std::string> together(Bootstrap& bootstrap, const std::string& trouble, const Step& step) {
+  std::string mine;
+  try {
+    mine = "+" + step();
+  } catch (const std::exception& error) {
+    mine = cat("-", error.what());
+  }
+  std::vector<std::string> all = bootstrap.all_gather(mine);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty() || all[rank][0] != '+') {
+      throw Error(cat("rank ", rank, " ", trouble, ": ", all[rank].empty() ? "" : all[rank].substr(1)));
+    }
+    all[rank].erase(0, 1);
+  }
+  return all;
+}
 
 }  // namespace torchtp::shm

@@ -25,25 +25,7 @@ constexpr int64_t kLargestPart = int64_t{1} << 40;  // 64 ranks of them, and rin
 constexpr auto kDefaultStall = std::chrono::seconds(10);
 constexpr auto kLongestCreation = std::chrono::minutes(1);
 
-// Runs one step everywhere and swaps the results; what fails on one rank is thrown on all.
-template <typename Step>
-std::vector<std::string> together(Bootstrap& bootstrap, const Step& step) {
-  std::string mine;
-  try {
-    mine = "+" + step();
-  } catch (const std::exception& error) {
-    mine = cat("-", error.what());
-  }
-  std::vector<std::string> all = bootstrap.all_gather(mine);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty() || all[rank][0] != '+') {
-      throw Error(cat("rank ", rank,
-                      " cannot take part in a shared-memory group: ", all[rank].empty() ? "" : all[rank].substr(1)));
-    }
-    all[rank].erase(0, 1);
-  }
-  return all;
-}
+constexpr char kTrouble[] = "cannot take part in a shared-memory group";
 
 std::chrono::milliseconds default_stall() {
   const char* const text = std::getenv("TORCHTP_STALL_SECONDS");
@@ -114,9 +96,10 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
   std::shared_ptr<Segment> segment;
   std::optional<Handover> handover;
-  const auto processes = std::make_shared<KnownProcesses>(processes_of(together(bootstrap, introduction)), rank);
+  const auto processes =
+      std::make_shared<KnownProcesses>(processes_of(together(bootstrap, kTrouble, introduction)), rank);
   bootstrap.watch([processes](int peer) { return processes->has_died(peer); });
-  const std::vector<std::string> offers = together(bootstrap, [&] {
+  const std::vector<std::string> offers = together(bootstrap, kTrouble, [&] {
     if (size < 1 || size > kMaxRanks) throw Error(cat("it has ", size, " ranks, at most ", kMaxRanks, " are possible"));
     if (options.stall_after.count() == 0) options.stall_after = default_stall();
     if (rank != 0) return std::string();
@@ -131,14 +114,14 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
     std::istringstream offer(offers[0]);
     SegmentSizes sizes;
     std::optional<Receiver> receiver;
-    together(bootstrap, [&] {
+    together(bootstrap, kTrouble, [&] {
       std::string address;
       sizes = from_text(offer, size);
       offer >> address;
       if (rank != 0) receiver.emplace(address);
       return std::string();
     });
-    together(bootstrap, [&] {
+    together(bootstrap, kTrouble, [&] {
       if (rank == 0) {
         handover->serve(segment->file(), size - 1, deadline);
       } else {
@@ -150,14 +133,14 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   handover.reset();
 
   std::unique_ptr<Liveness> liveness;
-  together(bootstrap, [&] {
+  together(bootstrap, kTrouble, [&] {
     liveness = std::make_unique<Liveness>(segment->file(), rank, processes->said());
     return std::string();
   });
-  const auto seen = together(bootstrap, [&] { return std::string(liveness->watch() ? "" : "blind"); });
+  const auto seen = together(bootstrap, kTrouble, [&] { return std::string(liveness->watch() ? "" : "blind"); });
   // Who takes part once more was alive when its lock could not be seen: locks do not show here.
   if (std::any_of(seen.begin(), seen.end(), [](const std::string& text) { return !text.empty(); })) {
-    together(bootstrap, [] { return std::string(); });
+    together(bootstrap, kTrouble, [] { return std::string(); });
   }
   return std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness),
                                  processes->said());

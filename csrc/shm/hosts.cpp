@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
+#include <charconv>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -16,23 +16,7 @@ namespace torchtp::shm {
 
 namespace {
 
-// Runs a step everywhere and swaps the results; what fails on one rank is thrown on all.
-std::vector<std::string> together(Bootstrap& bootstrap, const std::function<std::string()>& step) {
-  std::string mine;
-  try {
-    mine = "+" + step();
-  } catch (const std::exception& error) {
-    mine = cat("-", error.what());
-  }
-  std::vector<std::string> all = bootstrap.all_gather(mine);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty() || all[rank][0] != '+') {
-      throw Error(cat("rank ", rank, " cannot find out who is on its host: ", all[rank].substr(1)));
-    }
-    all[rank].erase(0, 1);
-  }
-  return all;
-}
+constexpr char kTrouble[] = "cannot find out who is on its host";
 
 Fd file_with(const std::string& content) {
   Fd file = Fd::memory("torchtp-host");
@@ -47,6 +31,16 @@ bool contains(const Fd& file, const std::string& content) {
   return pread(file.get(), read.data(), read.size(), 0) == static_cast<ssize_t>(read.size()) && read == content;
 }
 
+// What a rank says is not trusted: it becomes an index.
+int number_up_to(int rank, const std::string& text) {
+  int number = -1;
+  const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size() || number < 0 || number > rank) {
+    throw Error(cat("rank ", rank, " says that it reaches rank '", text, "', which is none before it"));
+  }
+  return number;
+}
+
 }  // namespace
 
 std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& deadline) {
@@ -55,7 +49,7 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
 
   std::unique_ptr<Handover> handover;
   std::vector<std::string> processes, addresses;
-  for (const std::string& words : together(bootstrap, [&] {
+  for (const std::string& words : together(bootstrap, kTrouble, [&] {
          handover = std::make_unique<Handover>();
          return own_process() + " " + handover->address();
        })) {
@@ -67,7 +61,7 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
   bootstrap.watch([watched](int peer) { return watched->has_died(peer); });
   // The first rank that can be reached at all.
   std::optional<Receiver> receiver;
-  const std::vector<std::string> firsts = together(bootstrap, [&] {
+  const std::vector<std::string> firsts = together(bootstrap, kTrouble, [&] {
     for (int peer = 0; peer < rank; ++peer) {
       try {
         receiver.emplace(addresses[peer]);
@@ -78,11 +72,15 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
     }
     return std::to_string(rank);
   });
+  std::vector<int> first_of(size);
   std::vector<std::vector<int>> members(size);
-  for (int r = 0; r < size; ++r) members[std::stoi(firsts[r])].push_back(r);
-  together(bootstrap, [&] {
+  for (int r = 0; r < size; ++r) {
+    first_of[r] = number_up_to(r, firsts[r]);
+    members[first_of[r]].push_back(r);
+  }
+  together(bootstrap, kTrouble, [&] {
     for (int r = 0; r < size; ++r) {
-      const int first = std::stoi(firsts[r]), second = std::stoi(firsts[first]);
+      const int first = first_of[r], second = first_of[first];
       if (second == first) continue;
       throw Error(cat("rank ", r, " reaches rank ", first, " over a UNIX socket, and rank ", first, " reaches rank ",
                       second, ", which rank ", r, " does not"));
@@ -90,8 +88,8 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
     if (!receiver) {
       if (members[rank].size() == 1) return std::string();
       handover->serve(file_with(addresses[rank]), static_cast<int>(members[rank].size()) - 1, deadline);
-    } else if (!contains(receiver->receive(deadline), addresses[std::stoi(firsts[rank])])) {
-      throw Error(cat("rank ", firsts[rank], " handed over another file than it has"));
+    } else if (!contains(receiver->receive(deadline), addresses[first_of[rank]])) {
+      throw Error(cat("rank ", first_of[rank], " handed over another file than it has"));
     }
     return std::string();
   });

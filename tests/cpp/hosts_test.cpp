@@ -9,6 +9,7 @@
 #include "ranks.h"
 
 using torchtp::Deadline;
+using torchtp::test::error_of;
 using torchtp::test::run_threads;
 using namespace torchtp::shm;
 
@@ -44,6 +45,33 @@ void check_hosts(int size, int away, const std::vector<std::vector<int>>& expect
   });
 }
 
+// Rank 1 says `nonsense` in its second answer, where the others expect the number of a rank.
+class Liar final : public Bootstrap {
+ public:
+  Liar(Bootstrap& inner, std::string nonsense) : inner_(inner), nonsense_(std::move(nonsense)) {}
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    std::vector<std::string> all = inner_.all_gather(mine);
+    if (++calls_ == 2) all[1] = nonsense_;
+    return all;
+  }
+
+ private:
+  Bootstrap& inner_;
+  const std::string nonsense_;
+  int calls_ = 0;
+};
+
+void check_nonsense() {
+  for (const std::string nonsense : {"", "+", "+x", "+-1", "+2", "+1 ", "+99999999999999999999"}) {
+    run_threads(3, [&](Bootstrap& bootstrap) {
+      Liar mine(bootstrap, nonsense);
+      CHECK(error_of([&] { find_hosts(mine, Deadline(kSoon)); }).find("rank 1") != std::string::npos);
+    });
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -52,5 +80,6 @@ int main() {
       {"ranks of one process share a host", [] { check_hosts(4, -1, {{0, 1, 2, 3}}); }},
       {"the first rank is away", [] { check_hosts(3, 0, {{0}, {1, 2}}); }},
       {"a rank in the middle is away", [] { check_hosts(4, 2, {{0, 1, 3}, {2}}); }},
+      {"what a rank says is checked", check_nonsense},
   });
 }
