@@ -29,6 +29,8 @@ OPS = torch.ops.torchtp
 NO_CUT: tuple[list[int], list[int], list[str]] = ([], [], [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
+WINDOWS = [(kernel, 1, 1) for kernel in (3, 4, 5, 7, 13, 31)] + [(kernel, 2, 1) for kernel in (3, 4, 5, 7)]
+WINDOWS += [(3, 1, 2), (4, 1, 2), (9, 1, 2), (5, 1, 3), (7, 1, 3), (3, 2, 2)]
 # Of the largest value: a rounding of the result, and sums in float32.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -92,17 +94,16 @@ def _seed() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2), (5, 2), (7, 2), (13, 1), (31, 1), (4, 1), (4, 2)]
-)
-def test_depthwise_convolution(dtype, layout, kernel, stride):
+@pytest.mark.parametrize(("kernel", "stride", "dilation"), WINDOWS)
+def test_depthwise_convolution(dtype, layout, kernel, stride, dilation):
     for _ in range(4):
         channels = random.choice([1, 3, 5] if PRETENDED else [1, 3, 32, 40])
         most = 20 if PRETENDED else 90
-        extents = [random.randint(max(1, kernel - 2 * (kernel // 2)), most) for _ in range(2)]
+        # An even window is one row larger than its padding.
+        extents = [random.randint(1 + dilation * (kernel % 2 == 0), most) for _ in range(2)]
         x = random_tensor(random.randint(1, 3), channels, *extents, dtype=dtype, layout=layout)
         weight, bias = random_tensor(channels, 1, kernel, kernel, dtype=dtype), random_tensor(channels, dtype=dtype)
-        two = [stride] * 2, [kernel // 2] * 2, [1, 1]
+        two = [stride] * 2, [dilation * (kernel // 2)] * 2, [dilation] * 2
         compare(
             lambda t, w, b, two=two, c=channels: OPS.convolution(t, w, b, *two, False, [0, 0], c, *NO_CUT),
             lambda t, w, b, two=two, c=channels: F.conv2d(t, w, b, *two, c),
@@ -226,8 +227,9 @@ def test_layer_scale(dtype, layout):
 
 def depthwise_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
     channels, kernel, stride = random.randint(1, 9), random.choice([3, 4, 5, 7, 9]), random.choice([1, 2])
-    extents = [random.randint(kernel, 20) for _ in range(2)]
-    params = [stride] * 2, [random.randint(0, 4) for _ in range(2)], [1, 1]
+    dilations = [random.choice([1, 2]) for _ in range(2)]
+    extents = [random.randint(dilation * (kernel - 1) + 1, 20) for dilation in dilations]
+    params = [stride] * 2, [random.randint(0, 4) for _ in range(2)], dilations
     weight, bias = random_tensor(channels, 1, kernel, kernel, dtype=dtype), random_tensor(channels, dtype=dtype)
     return (
         lambda t, w, b: OPS.convolution(t, w, b, *params, False, [0, 0], channels, *NO_CUT),

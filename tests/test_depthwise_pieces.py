@@ -21,7 +21,7 @@ def _window(rng: random.Random) -> tuple[list[int], list[int], list[int], list[i
     """Kernel, stride, padding, dilation of both dims: those with fast programs, and others."""
     kernel = rng.choice([[3, 3], [5, 5], [7, 7], [7, 7], [9, 9], [4, 4], [3, 6], [1, 1]])
     stride = rng.choice([[1, 1], [1, 1], [2, 2], [3, 2]])
-    dilation = rng.choice([[1, 1], [1, 1], [2, 1]])
+    dilation = rng.choice([[1, 1], [1, 1], [2, 1], [2, 3]])
     return kernel, stride, [rng.randint(0, k // 2 + 1) for k in kernel], dilation
 
 

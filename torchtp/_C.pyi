@@ -111,6 +111,7 @@ class kernels:
         out: torch.Tensor,
         offset: tuple[int, int],
         stride: int = 1,
+        dilation: int = 1,
         part: str = "all",
     ) -> None: ...
     @staticmethod
@@ -133,6 +134,7 @@ class kernels:
         out: torch.Tensor,
         offset: tuple[int, int],
         stride: int = 1,
+        dilation: int = 1,
         part: str = "all",
     ) -> None: ...
     @staticmethod
@@ -143,6 +145,7 @@ class kernels:
         out: torch.Tensor,
         offset: tuple[int, int],
         stride: int = 1,
+        dilation: int = 1,
     ) -> None: ...
     @staticmethod
     def halo_pack(

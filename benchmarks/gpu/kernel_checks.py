@@ -28,6 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
 # Of the largest value: one rounding of the result and sums in float32.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Kernel, stride, dilation.
+WINDOWS = [(7, 1, 1), (3, 1, 1), (5, 1, 1), (3, 2, 1), (5, 2, 1), (7, 2, 1), (13, 1, 1), (31, 1, 1), (4, 1, 1)]
+WINDOWS += [(3, 1, 2), (7, 1, 3), (13, 1, 2)]
 Run = Callable[[random.Random, torch.device], dict[str, tuple[Tensor, Tensor]]]
 
 
@@ -66,14 +69,17 @@ def _with_gradients(
     return pairs
 
 
-def depthwise(kernel: int, stride: int, dtype: torch.dtype, layout: Any) -> Run:
+def depthwise(kernel: int, stride: int, dilation: int, dtype: torch.dtype, layout: Any) -> Run:
     def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
         channels = rng.choice([1, 3, 32, 40, 96])
-        sizes = [rng.randint(1, 3), channels, *(rng.randint(max(1, kernel - 2 * (kernel // 2)), 90) for _ in range(2))]
-        x = _draw(rng, sizes, dtype, layout, device)
+        # An even window is one row larger than its padding.
+        sizes = [rng.randint(1, 3), channels, *(rng.randint(1 + dilation * (kernel % 2 == 0), 90) for _ in range(2))]
+        # PyTorch's dilated gradients on the CPU, which dry runs take, hold what was in memory before, channels last.
+        first = device.type == "cpu" and dilation > 1
+        x = _draw(rng, sizes, dtype, torch.contiguous_format if first else layout, device)
         weight = _draw(rng, (channels, 1, kernel, kernel), dtype, torch.contiguous_format, device)
         bias = _draw(rng, (channels,), dtype, None, device)
-        two = [stride] * 2, [kernel // 2] * 2, [1, 1]
+        two = [stride] * 2, [dilation * (kernel // 2)] * 2, [dilation] * 2
         return _with_gradients(
             lambda t, w, b: OPS.convolution(t, w, b, *two, False, [0, 0], channels, *NO_CUT),
             lambda t, w, b: F.conv2d(t, w, b, *two, channels),
@@ -105,11 +111,12 @@ def _pieces(tensor: Tensor, depths: Sequence[int], layout: Any) -> tuple[Tensor,
     ]
 
 
-def depthwise_with_halos(kernel: int, stride: int, dtype: torch.dtype, layout: Any) -> Run:
+def depthwise_with_halos(kernel: int, stride: int, dilation: int, dtype: torch.dtype, layout: Any) -> Run:
     """Own rows and columns and what the neighbours sent as separate pieces; interior and border as separate launches."""
 
     def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-        reach, channels = kernel // 2, rng.choice([3, 32, 40])
+        reach, channels = dilation * (kernel // 2), rng.choice([3, 32, 40])
+        at, steps = (reach, reach), (stride, dilation)
         # Of the output; every one of its rows stands for `stride` rows of the input.
         depths = [rng.choice([0, -(-reach // stride)]) for _ in range(4)]
         height, width = rng.randint(kernel, 60) // stride, rng.randint(kernel, 60) // stride
@@ -123,17 +130,17 @@ def depthwise_with_halos(kernel: int, stride: int, dtype: torch.dtype, layout: A
         out, dx = (_poisoned(own.shape, dtype, layout, device) for own in (dy, x))
         dw = _poisoned(weight.shape, dtype, torch.contiguous_format, device)
         for part in ("interior", "border"):
-            KERNELS.depthwise(x, halos, weight, bias, out, (reach, reach), stride, part)
-            KERNELS.depthwise_input_grad(dy, dy_halos, weight, dx, (reach, reach), stride, part)
-        KERNELS.depthwise_weight_grad(x, dy, dy_halos, dw, (reach, reach), stride)
+            KERNELS.depthwise(x, halos, weight, bias, out, at, *steps, part)
+            KERNELS.depthwise_input_grad(dy, dy_halos, weight, dx, at, *steps, part)
+        KERNELS.depthwise_weight_grad(x, dy, dy_halos, dw, at, *steps)
         wide_x = full.double().requires_grad_()
         wide_w = weight.double().requires_grad_()
-        expected = F.conv2d(wide_x, wide_w, bias.double(), stride, reach, groups=channels)
+        expected = F.conv2d(wide_x, wide_w, bias.double(), stride, reach, dilation, channels)
         (dx_all,) = torch.autograd.grad(expected, wide_x, full_dy.double(), retain_graph=True)
         # Products of own inputs only: this rank's share.
         mine = torch.zeros_like(full, dtype=torch.float64)
         _own(mine, in_depths).copy_(_own(full, in_depths))
-        shares = F.conv2d(mine, wide_w, None, stride, reach, groups=channels)
+        shares = F.conv2d(mine, wide_w, None, stride, reach, dilation, channels)
         (dw_all,) = torch.autograd.grad(shares, wide_w, full_dy.double())
         return {
             "output": (out, _own(expected, depths).detach()),
@@ -290,12 +297,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, Run]]:
     for type_name, dtype in DTYPES.items():
         for layout_name, layout in LAYOUTS.items():
             where = f"{type_name} {layout_name}"
-            for kernel, stride in [(7, 1), (3, 1), (5, 1), (3, 2), (5, 2), (7, 2), (13, 1), (31, 1), (4, 1)]:
-                name = f"depthwise {kernel}x{kernel}, stride {stride}, {where}"
-                yield name, dtype, depthwise(kernel, stride, dtype, layout)
-            for kernel, stride in [(7, 1), (3, 1), (13, 1), (3, 2), (5, 2), (7, 2)]:
-                name = f"depthwise {kernel}x{kernel}, stride {stride}, with halos, {where}"
-                yield name, dtype, depthwise_with_halos(kernel, stride, dtype, layout)
+            for window in WINDOWS:
+                kernel, stride, dilation = window
+                name = f"depthwise {kernel}x{kernel}, stride {stride}, dilation {dilation}"
+                yield f"{name}, {where}", dtype, depthwise(*window, dtype, layout)
+                if kernel not in (4, 31):
+                    yield f"{name}, with halos, {where}", dtype, depthwise_with_halos(*window, dtype, layout)
             for channels in (8, 96, 257, 1024, 2048):
                 yield f"layer norm over {channels}, {where}", dtype, layer_norm(channels, dtype, layout)
             if layout is torch.channels_last:

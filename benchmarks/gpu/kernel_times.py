@@ -85,7 +85,7 @@ def _depthwise(
 
     def in_parts(s: dict[str, Any]) -> None:
         for which in ("interior", "border"):
-            KERNELS.depthwise(s["x"], s["halos"], weight, bias, s["out"], at, 1, which)
+            KERNELS.depthwise(s["x"], s["halos"], weight, bias, s["out"], at, part=which)
 
     def backward(s: dict[str, Any], mask: list[bool]) -> Any:
         return ATEN.convolution_backward(s["dy"], s["x"], filters, None, *params, mask)
@@ -265,6 +265,8 @@ def bucket(part: Part, flat_kind: str) -> dict[str, Any]:
 WINDOWS = {
     "depthwise 3x3, stride 2": (3, 2, 1, 1.25, 2.5),
     "depthwise 7x7, stride 2": (7, 2, 1, 1.25, 2.5),
+    "depthwise 3x3, dilation 2": (3, 1, 2, 2, 4),
+    "depthwise 7x7, dilation 3": (7, 1, 3, 2, 4),
 }
 
 

@@ -56,9 +56,9 @@ kernels::HaloPlanes<T> planes(const at::Tensor& own, const Halos& halos) {
 
 // `offset`: see DepthwiseAxis.
 kernels::DepthwiseParams params_of(const at::Tensor& in, const at::Tensor& out, const at::Tensor& weight,
-                                   const std::pair<int64_t, int64_t>& offset, int64_t stride) {
+                                   const std::pair<int64_t, int64_t>& offset, int64_t stride, int64_t dilation) {
   const auto axis = [&](int64_t dim, int64_t begin) {
-    return kernels::DepthwiseAxis{narrow(weight.size(dim)), narrow(stride), 1, narrow(begin)};
+    return kernels::DepthwiseAxis{narrow(weight.size(dim)), narrow(stride), narrow(dilation), narrow(begin)};
   };
   return {in.size(0),          narrow(in.size(1)),    narrow(in.size(2)),     narrow(in.size(3)), narrow(out.size(2)),
           narrow(out.size(3)), axis(2, offset.first), axis(3, offset.second), channels_last(in)};
@@ -91,8 +91,9 @@ void where(const at::Tensor& tensor, const Cuda& cuda, const Cpu& cpu) {
 #endif
 
 void depthwise(const at::Tensor& own, const Halos& halos, const at::Tensor& weight, const Optional& bias,
-               const at::Tensor& out, std::pair<int64_t, int64_t> offset, int64_t stride, const std::string& part) {
-  const auto params = params_of(own, out, weight, offset, stride);
+               const at::Tensor& out, std::pair<int64_t, int64_t> offset, int64_t stride, int64_t dilation,
+               const std::string& part) {
+  const auto params = params_of(own, out, weight, offset, stride, dilation);
   const auto which = part_of(part);
   AT_DISPATCH_V2(own.scalar_type(), "depthwise", AT_WRAP([&] {
                    const auto in = planes<scalar_t>(own, halos);
@@ -112,7 +113,7 @@ void depthwise_layer_norm(const at::Tensor& own, const Halos& halos, const at::T
                           std::pair<int64_t, int64_t> offset, const std::string& part) {
   const at::Tensor &out = std::get<0>(outputs), &mean = std::get<2>(outputs), &rstd = std::get<3>(outputs);
   const Optional& convolved = std::get<1>(outputs);
-  const auto params = params_of(own, out, weight, offset, 1);
+  const auto params = params_of(own, out, weight, offset, 1, 1);
   const auto which = part_of(part);
   TORCH_CHECK_VALUE(
       kernels::depthwise_layer_norm_fits(params, own.element_size(), spatial::most_shared_bytes(own)),
@@ -136,8 +137,9 @@ void depthwise_layer_norm(const at::Tensor& own, const Halos& halos, const at::T
 }
 
 void depthwise_input_grad(const at::Tensor& own, const Halos& halos, const at::Tensor& weight, const at::Tensor& out,
-                          std::pair<int64_t, int64_t> offset, int64_t stride, const std::string& part) {
-  const auto params = params_of(out, own, weight, offset, stride);
+                          std::pair<int64_t, int64_t> offset, int64_t stride, int64_t dilation,
+                          const std::string& part) {
+  const auto params = params_of(out, own, weight, offset, stride, dilation);
   const auto which = part_of(part);
   AT_DISPATCH_V2(own.scalar_type(), "depthwise_input_grad", AT_WRAP([&] {
                    const auto in = planes<scalar_t>(own, halos);
@@ -151,8 +153,8 @@ void depthwise_input_grad(const at::Tensor& own, const Halos& halos, const at::T
 }
 
 void depthwise_weight_grad(const at::Tensor& x, const at::Tensor& dy, const Halos& dy_halos, const at::Tensor& out,
-                           std::pair<int64_t, int64_t> offset, int64_t stride) {
-  const auto params = params_of(x, dy, out, offset, stride);
+                           std::pair<int64_t, int64_t> offset, int64_t stride, int64_t dilation) {
+  const auto params = params_of(x, dy, out, offset, stride, dilation);
   AT_DISPATCH_V2(
       x.scalar_type(), "depthwise_weight_grad", AT_WRAP([&] {
         const auto in = planes<scalar_t>(x, {}), grads = planes<scalar_t>(dy, dy_halos);
@@ -226,14 +228,14 @@ void bind_kernels(pybind11::module_& module) {
   namespace py = pybind11;
   py::module_ m = module.def_submodule("kernels");
   m.def("depthwise", &depthwise, py::arg("own"), py::arg("halos"), py::arg("weight"), py::arg("bias"), py::arg("out"),
-        py::arg("offset"), py::arg("stride") = 1, py::arg("part") = "all");
+        py::arg("offset"), py::arg("stride") = 1, py::arg("dilation") = 1, py::arg("part") = "all");
   m.def("depthwise_layer_norm", &depthwise_layer_norm, py::arg("own"), py::arg("halos"), py::arg("weight"),
         py::arg("bias"), py::arg("norm"), py::arg("eps"), py::arg("outputs"), py::arg("offset"),
         py::arg("part") = "all");
   m.def("depthwise_input_grad", &depthwise_input_grad, py::arg("own"), py::arg("halos"), py::arg("weight"),
-        py::arg("out"), py::arg("offset"), py::arg("stride") = 1, py::arg("part") = "all");
+        py::arg("out"), py::arg("offset"), py::arg("stride") = 1, py::arg("dilation") = 1, py::arg("part") = "all");
   m.def("depthwise_weight_grad", &depthwise_weight_grad, py::arg("x"), py::arg("dy"), py::arg("dy_halos"),
-        py::arg("out"), py::arg("offset"), py::arg("stride") = 1);
+        py::arg("out"), py::arg("offset"), py::arg("stride") = 1, py::arg("dilation") = 1);
   m.def("halo_pack", &halo_pack, py::arg("tensor"), py::arg("packed"), py::arg("dim"), py::arg("starts"),
         py::arg("depths"));
   m.def("halo_unpack", &halo_unpack, py::arg("packed"), py::arg("tensor"), py::arg("dim"), py::arg("starts"),

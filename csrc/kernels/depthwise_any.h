@@ -54,7 +54,6 @@ struct DepthwiseAny {
   T* out;
   DepthwiseParams params;
   Regions regions;
-  bool mirrored;
 
   int64_t total() const { return params.batches * params.channels * regions.area(); }
   TORCHTP_HOST_DEVICE void operator()(int64_t index) const {
@@ -67,8 +66,7 @@ struct DepthwiseAny {
       for (int32_t kx = 0; kx < params.x.kernel; ++kx) {
         const int32_t column = x * params.x.stride + kx * params.x.dilation - params.x.offset;
         const int32_t tap = ky * params.x.kernel + kx;
-        sum += halo_at<T, kChannelsLast>(in, n, c, row, column) *
-               static_cast<float>(filter[mirrored ? taps - 1 - tap : tap]);
+        sum += halo_at<T, kChannelsLast>(in, n, c, row, column) * static_cast<float>(filter[tap]);
       }
     }
     out[dense_index<T, kChannelsLast>(params.channels, params.out_height, params.out_width, n, c, y, x)] =

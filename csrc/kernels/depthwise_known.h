@@ -11,7 +11,7 @@ namespace torchtp::kernels {
 template <int kStride, typename Take>
 bool with_known_kernel(const DepthwiseParams& params, const Take& take) {
   if (params.y.kernel != params.x.kernel || params.y.stride != kStride || params.x.stride != kStride) return false;
-  if (params.y.dilation != 1 || params.x.dilation != 1) return false;
+  if (kStride > 1 && (params.y.dilation != 1 || params.x.dilation != 1)) return false;
   if (params.y.kernel == 3) {
     take(std::integral_constant<int, 3>(), std::integral_constant<int, kStride>());
   } else if (params.y.kernel == 5) {

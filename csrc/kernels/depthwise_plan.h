@@ -17,11 +17,11 @@ void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, con
     run.program(Tile::make(in, weight, bias, out, params, regions, mirrored, run.most_shared));
   };
   if (with_known_kernel<1>(params, tile) || with_known_kernel<2>(params, tile)) return;
-  if (unit_steps(params)) {
+  if (params.y.stride == 1 && params.x.stride == 1) {
     run.program(
         DepthwiseWide<T, kChannelsLast>::make(in, weight, bias, out, params, regions, mirrored, run.most_shared));
   } else {
-    run.each(DepthwiseAny<T, kChannelsLast>{in, weight, bias, out, params, regions, mirrored});
+    run.each(DepthwiseAny<T, kChannelsLast>{in, weight, bias, out, params, regions});
   }
 }
 

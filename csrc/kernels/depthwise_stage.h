@@ -17,11 +17,18 @@ bool loads_four(const T* pointer, int64_t innermost) {
   return innermost % 4 == 0 && reinterpret_cast<uintptr_t>(pointer) % (4 * sizeof(T)) == 0;
 }
 
+// With a dilation, outputs that many rows and columns apart read a part of the input that others don't: what a block
+// takes are rows y and columns x apart.
+struct Steps {
+  int32_t y = 1, x = 1;
+};
+
 // A tile in shared memory: planes of `rows` x `columns`, rows `pitch` apart; or interleaved, [rows][columns][kLanes].
 struct StageShape {
   int32_t planes, rows, columns, pitch;
   int32_t log_row_threads;  // of the threads that copy a row together
   bool fours;               // loads_four
+  Steps steps;
 
   TORCHTP_HOST_DEVICE int32_t planar_floats() const { return planes * rows * pitch; }
   TORCHTP_HOST_DEVICE int32_t interleaved_floats() const { return rows * columns * kLanes; }
@@ -29,31 +36,33 @@ struct StageShape {
 
 inline TORCHTP_HOST_DEVICE int32_t round_to_fours(int32_t value) { return (value + 3) / 4 * 4; }
 
-inline StageShape stage_shape(int32_t planes, int32_t rows, int32_t columns, int32_t pitch, bool fours) {
+inline StageShape stage_shape(int32_t planes, int32_t rows, int32_t columns, int32_t pitch, bool fours,
+                              Steps steps = {}) {
   const int log = log2_up((columns + 6) / 4);
-  return {planes, rows, columns, pitch, log < 5 ? log : 5, fours};
+  return {planes, rows, columns, pitch, log < 5 ? log : 5, fours, steps};
 }
 
 // Channels first: planes [first_plane, first_plane + planes) of num_planes, from input row y0 and column x0 on.
 template <int kThreads, typename T>
 TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                       int64_t num_planes, int32_t y0, int32_t x0, int thread, float* tile) {
-  const int32_t shift = x0 & 3, start = x0 - shift, row_threads = 1 << shape.log_row_threads;
+  const bool fours = shape.fours && shape.steps.x == 1;
+  const int32_t shift = fours ? x0 & 3 : 0, start = x0 - shift, row_threads = 1 << shape.log_row_threads;
   for (int32_t row = thread >> shape.log_row_threads; row < shape.planes * shape.rows;
        row += kThreads >> shape.log_row_threads) {
-    const int32_t q = row / shape.rows, y = y0 + row - q * shape.rows;
+    const int32_t q = row / shape.rows, y = y0 + (row - q * shape.rows) * shape.steps.y;
     const int64_t plane = first_plane + q;
     const bool there = plane < num_planes;
     for (int32_t v = 4 * (thread & (row_threads - 1)); v < shift + shape.columns; v += 4 * row_threads) {
-      const int32_t x = start + v;
+      const int32_t x = start + v * shape.steps.x;
       float four[4] = {0, 0, 0, 0};
-      if (shape.fours && there && y >= 0 && y < in.height && x >= 0 && x + 4 <= in.width) {
+      if (fours && there && y >= 0 && y < in.height && x >= 0 && x + 4 <= in.width) {
         const auto pack = *reinterpret_cast<const Pack<T, 4>*>(in.own + in.template own_index<false>(plane, 0, y, x));
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] = static_cast<float>(pack.values[i]);
       } else if (there) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = in.template at<false>(plane, 0, y, x + i);
+        for (int i = 0; i < 4; ++i) four[i] = in.template at<false>(plane, 0, y, x + i * shape.steps.x);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -71,7 +80,8 @@ TORCHTP_HOST_DEVICE void stage_interleaved(const HaloPlanes<T>& in, const StageS
   constexpr int kFours = kLanes / 4;
   const int32_t q = thread % kFours * 4, c = c0 + q;
   for (int32_t pixel = thread / kFours; pixel < shape.rows * shape.columns; pixel += kThreads / kFours) {
-    const int32_t row = pixel / shape.columns, y = y0 + row, x = x0 + pixel - row * shape.columns;
+    const int32_t row = pixel / shape.columns, column = pixel - row * shape.columns;
+    const int32_t y = y0 + row * shape.steps.y, x = x0 + column * shape.steps.x;
     Pack<float, 4> four{};
     if (shape.fours && c < in.channels && y >= 0 && y < in.height && x >= 0 && x < in.width) {
       const auto pack = *reinterpret_cast<const Pack<T, 4>*>(in.own + in.template own_index<true>(n, c, y, x));
@@ -94,7 +104,8 @@ TORCHTP_HOST_DEVICE void stage_planar_from_last(const HaloPlanes<T>& in, const S
   for (int32_t i = thread; i < shape.planes * shape.rows * shape.columns; i += kThreads) {
     const int32_t pixel = i / shape.planes, q = i - pixel * shape.planes;
     const int32_t row = pixel / shape.columns, column = pixel - row * shape.columns;
-    const float value = c0 + q < in.channels ? in.template at<true>(n, c0 + q, y0 + row, x0 + column) : 0;
+    const int32_t y = y0 + row * shape.steps.y, x = x0 + column * shape.steps.x;
+    const float value = c0 + q < in.channels ? in.template at<true>(n, c0 + q, y, x) : 0;
     tile[(q * shape.rows + row) * shape.pitch + column] = value;
   }
 }
@@ -118,42 +129,56 @@ TORCHTP_HOST_DEVICE void read_row(const float* from, float (&row)[kCount]) {
 }
 
 // How the threads of a block share out its outputs: each makes rows_each x columns_each of one plane; 2^log_x threads
-// lie side by side, 2^log_y below each other, 2^log_planes planes.
+// lie side by side, 2^log_y below each other, 2^log_planes planes. The outputs of a tile are `steps` apart.
 struct TileGrid {
   int log_x, log_y, log_planes;
   int32_t rows_each, columns_each;
   Regions regions;
+  Steps steps;
 
   TORCHTP_HOST_DEVICE int32_t rows() const { return rows_each << log_y; }
   TORCHTP_HOST_DEVICE int32_t columns() const { return columns_each << log_x; }
   TORCHTP_HOST_DEVICE int32_t planes() const { return 1 << log_planes; }
   TORCHTP_HOST_DEVICE int32_t tiles_across(const Region& region) const {
-    return (region.width() + columns() - 1) / columns();
+    return starts(region.width(), steps.x) * covers(region.width(), steps.x, columns());
   }
   TORCHTP_HOST_DEVICE int32_t tiles(const Region& region) const {
-    return (region.height() + rows() - 1) / rows() * tiles_across(region);
+    return starts(region.height(), steps.y) * covers(region.height(), steps.y, rows()) * tiles_across(region);
   }
   TORCHTP_HOST_DEVICE int32_t tiles() const { return tiles(regions.first) + tiles(regions.second); }
-  // The tile's outputs: y0 and x0 of the tile, y1 and x1 of the region.
+  // The tile's outputs: y0 and x0 of the tile, y1 and x1 of the region. Neighbouring tiles begin in neighbouring rows
+  // and columns, so that they share lines of the cache.
   TORCHTP_HOST_DEVICE Region tile(int32_t index) const {
     const int32_t in_first = tiles(regions.first);
     const bool second = index >= in_first;
     Region region = second ? regions.second : regions.first;
     const int32_t across = tiles_across(region), here = second ? index - in_first : index;
-    region.y0 += here / across * rows();
-    region.x0 += here % across * columns();
+    region.y0 += begin(here / across, starts(region.height(), steps.y), steps.y, rows());
+    region.x0 += begin(here % across, starts(region.width(), steps.x), steps.x, columns());
     return region;
+  }
+
+ private:
+  static TORCHTP_HOST_DEVICE int32_t starts(int32_t extent, int32_t step) { return extent < step ? extent : step; }
+  // Tiles with one start.
+  static TORCHTP_HOST_DEVICE int32_t covers(int32_t extent, int32_t step, int32_t each) {
+    return (extent + step * each - 1) / (step * each);
+  }
+  static TORCHTP_HOST_DEVICE int32_t begin(int32_t index, int32_t starts, int32_t step, int32_t each) {
+    if (step == 1) return index * each;
+    return index % starts + index / starts * each * step;
   }
 };
 
 // log_planes: at least; threads that the plane has no outputs for take further planes if `spreads`.
 inline TileGrid tile_grid(int log_threads, int log_planes, bool spreads, int32_t rows_each, int32_t columns_each,
-                          int log_x_most, const Regions& regions) {
+                          int log_x_most, const Regions& regions, Steps steps = {}) {
   const Region& larger = regions.first.area() >= regions.second.area() ? regions.first : regions.second;
   const int free_threads = log_threads - log_planes;
-  const int across = log2_up((larger.width() + columns_each - 1) / columns_each);
-  const int down = log2_up((larger.height() + rows_each - 1) / rows_each);
-  TileGrid grid{0, 0, log_planes, rows_each, columns_each, regions};
+  const int32_t width_each = columns_each * steps.x, height_each = rows_each * steps.y;
+  const int across = log2_up((larger.width() + width_each - 1) / width_each);
+  const int down = log2_up((larger.height() + height_each - 1) / height_each);
+  TileGrid grid{0, 0, log_planes, rows_each, columns_each, regions, steps};
   grid.log_x = across < log_x_most ? across : log_x_most;
   if (grid.log_x > free_threads) grid.log_x = free_threads;
   grid.log_y = free_threads - grid.log_x;

@@ -9,10 +9,10 @@
 
 namespace torchtp::kernels {
 
-// Kernel and stride known to the compiler, dilation 1; a convolution, or (kInputGrad) the gradient of its input, whose
-// `in` is the gradient of the output and whose `out` that of the input. A thread keeps its channel's filter and
-// kRows x kColumns outputs in registers; each row of the window that it reads from shared memory meets every output row
-// it belongs to. At a stride of 1 the gradient is a convolution too, with the taps mirrored.
+// Kernel and stride known to the compiler, any dilation at a stride of 1, else none; a convolution, or (kInputGrad) the
+// gradient of its input, whose `in` is the gradient of the output and whose `out` that of the input. A thread keeps its
+// channel's filter and kRows x kColumns outputs in registers; each row of the window that it reads from shared memory
+// meets every output row it belongs to. At a stride of 1 the gradient is a convolution too, with the taps mirrored.
 template <typename T, int kKernel, int kStride, bool kInputGrad, bool kChannelsLast>
 struct DepthwiseTile : NoTeams {
   using Meeting = std::conditional_t<kInputGrad, GradMeeting<kKernel, kStride>, ForwardMeeting<kKernel, kStride>>;
@@ -38,11 +38,12 @@ struct DepthwiseTile : NoTeams {
   static DepthwiseTile make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                             const DepthwiseParams& params, const Regions& regions, bool mirrored, size_t most_shared) {
     // Channels last: a tile is 16 columns wide, and 16 rows high at a stride of 1.
-    TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, kColumns == 4 ? 2 : 1, regions)
-                                  : tile_grid(7, 0, true, kRows, kColumns, kColumns == 4 ? 4 : 3, regions);
+    const Steps steps{params.y.dilation, params.x.dilation};
+    TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, kColumns == 4 ? 2 : 1, regions, steps)
+                                  : tile_grid(7, 0, true, kRows, kColumns, kColumns == 4 ? 4 : 3, regions, steps);
     const int64_t innermost_in = kChannelsLast ? in.channels : in.width;
     const bool loads = loads_four(in.own, innermost_in);
-    const bool stores = !kChannelsLast && loads_four(out, params.out_width);
+    const bool stores = !kChannelsLast && steps.x == 1 && loads_four(out, params.out_width);
     for (;;) {
       const int32_t rows = Meeting::rows(grid.rows()), columns = Meeting::rows(grid.columns());
       const int32_t pitch = Meeting::skipped(grid.columns() - kColumns) + round_to_fours(kWindow);
@@ -59,7 +60,7 @@ struct DepthwiseTile : NoTeams {
                                   mirrored,
                                   stores,
                                   grid,
-                                  stage_shape(grid.planes(), rows, columns, pitch, loads)};
+                                  stage_shape(grid.planes(), rows, columns, pitch, loads, steps)};
       if (program.shared_bytes() <= most_shared || !shrink(grid, !kChannelsLast)) return program;
     }
   }
@@ -121,7 +122,8 @@ struct DepthwiseTile : NoTeams {
     const int32_t spot = kChannelsLast ? thread / kLanes : thread;
     if (spot >> (grid.log_x + grid.log_y) >= (kChannelsLast ? 1 : grid.planes())) return;
     const int32_t tx = spot & ((1 << grid.log_x) - 1), ty = (spot >> grid.log_x) & ((1 << grid.log_y) - 1);
-    const int32_t y = tile.y0 + ty * kRows, x = tile.x0 + tx * kColumns;
+    const Steps steps = kStride == 1 ? grid.steps : Steps{};
+    const int32_t y = tile.y0 + ty * kRows * steps.y, x = tile.x0 + tx * kColumns * steps.x;
     const int64_t plane = kChannelsLast ? batch(group) : (int64_t{group} << grid.log_planes) + q;
     const int32_t c = kChannelsLast ? first_channel(group) + q : static_cast<int32_t>(plane % in.channels);
     if (y >= tile.y1 || x >= tile.x1 || (kChannelsLast ? c >= in.channels : plane >= num_planes())) return;
@@ -165,8 +167,8 @@ struct DepthwiseTile : NoTeams {
     const int64_t pixel = (plane * out_height + y) * out_width + x;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (y + r >= tile.y1) return;
-      const int64_t first = pixel + int64_t{r} * out_width;
+      if (y + r * steps.y >= tile.y1) return;
+      const int64_t first = pixel + int64_t{r * steps.y} * out_width;
 #pragma unroll
       for (int j = 0; j < kColumns; j += 4) {
         if (stores_four && x % 4 == 0 && x + j + 4 <= tile.x1) {
@@ -177,8 +179,9 @@ struct DepthwiseTile : NoTeams {
         } else {
 #pragma unroll
           for (int i = j; i < j + 4; ++i) {
-            if (x + i < tile.x1) {
-              out[kChannelsLast ? (first + i) * in.channels + c : first + i] = static_cast<T>(sums[r][i]);
+            const int32_t right = i * steps.x;
+            if (x + right < tile.x1) {
+              out[kChannelsLast ? (first + right) * in.channels + c : first + right] = static_cast<T>(sums[r][i]);
             }
           }
         }

@@ -56,10 +56,13 @@ template <int kKernel, int kStride, bool kChannelsLast, typename T>
 auto weight_tile(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch, const DepthwiseParams& params,
                  size_t most_shared) {
   using Tile = DepthwiseWeightTile<T, kKernel, kStride, kChannelsLast>;
+  const Steps steps{params.y.dilation, params.x.dilation};
+  if (kStride > 1 || !grad_out.has_halo()) {
+    return Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, steps, false,
+                      most_shared);
+  }
   const DepthwiseParams back = input_grad_as_forward(params);
-  return kStride == 1 && grad_out.has_halo()
-             ? Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true, most_shared)
-             : Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false, most_shared);
+  return Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, steps, true, most_shared);
 }
 
 template <bool kChannelsLast, typename T>
@@ -85,7 +88,7 @@ int32_t run_weight_splits_in(const Run& run, const HaloPlanes<T>& in, const Halo
     splits = program.splits;
   };
   if ((!both && with_known_kernel<1>(params, tile)) || with_known_kernel<2>(params, tile)) return splits;
-  if (!both && unit_steps(params)) {
+  if (!both && params.y.stride == 1 && params.x.stride == 1) {
     const auto wide = weight_wide<kChannelsLast>(in, grad_out, scratch, params);
     if (wide.fits(run.most_shared)) {
       run.program(wide);

@@ -7,10 +7,10 @@
 
 namespace torchtp::kernels {
 
-// Dilation 1: sums[tap] = sum over points q of points[q] * window[kStride * q + tap - offset]. At a stride of 1 the
-// points are of (input, output's gradient) the one without halo; where that is the input, taps run in reverse order.
-// At others they are the output's gradient, with its halo. A thread holds 8 / kStride x 4 points and all the sums of a
-// channel's filter; each row of the window meets every row of points it belongs to.
+// sums[tap] = sum over points q of points[q] * window[kStride * q + dilation * tap - offset]; no dilation where there
+// is a stride. At a stride of 1 the points are of (input, output's gradient) the one without halo; where that is the
+// input, taps run in reverse order. At others they are the output's gradient, with its halo. A thread holds 8 / kStride
+// x 4 points and all the sums of a channel's filter; each row of the window meets every row of points it belongs to.
 template <typename T, int kKernel, int kStride, bool kChannelsLast>
 struct DepthwiseWeightTile : NoTeams {
   static constexpr int kThreads = kChannelsLast ? 256 : 128;
@@ -36,7 +36,7 @@ struct DepthwiseWeightTile : NoTeams {
   StageShape stage;
 
   static DepthwiseWeightTile make(const HaloPlanes<T>& points, const HaloPlanes<T>& window, float* partial,
-                                  int64_t batches, int32_t offset_y, int32_t offset_x, bool mirrored,
+                                  int64_t batches, int32_t offset_y, int32_t offset_x, Steps steps, bool mirrored,
                                   size_t most_shared) {
     // Columns from a multiple of four on, so that loads are aligned.
     const int32_t first_column = -round_to_fours(points.columns_left);
@@ -49,15 +49,15 @@ struct DepthwiseWeightTile : NoTeams {
     program.offset_y = offset_y;
     program.offset_x = offset_x;
     program.mirrored = mirrored;
-    program.loads_points = !kChannelsLast && loads_four(points.own, points.width);
-    program.grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, 2, regions)
-                                 : tile_grid(7, 0, true, kRows, kColumns, 4, regions);
+    program.loads_points = !kChannelsLast && steps.x == 1 && loads_four(points.own, points.width);
+    program.grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, 2, regions, steps)
+                                 : tile_grid(7, 0, true, kRows, kColumns, 4, regions, steps);
     TileGrid& grid = program.grid;
     const int64_t innermost = kChannelsLast ? window.channels : window.width;
     do {
       const int32_t pitch = Meeting::skipped(grid.columns() - kColumns) + round_to_fours(kWindow);
       program.stage = stage_shape(grid.planes(), Meeting::rows(grid.rows()), Meeting::rows(grid.columns()), pitch,
-                                  loads_four(window.own, innermost));
+                                  loads_four(window.own, innermost), steps);
     } while (program.shared_bytes() > most_shared && shrink(grid, !kChannelsLast));
     program.splits = splits_of(program.units(), program.chunks());
     return program;
@@ -122,22 +122,24 @@ struct DepthwiseWeightTile : NoTeams {
       stage_planar<kThreads>(window, stage, first_plane, (n + 1) * points.channels, window_y, window_x, thread, memory);
     }
     const int32_t c = first_channel + plane_of(thread);
-    const int32_t y = tile.y0 + row_of(thread) * kRows, x = tile.x0 + column_of(thread) * kColumns;
+    const Steps steps = kStride == 1 ? grid.steps : Steps{};
+    const int32_t y0 = tile.y0 + row_of(thread) * kRows * steps.y, x = tile.x0 + column_of(thread) * kColumns * steps.x;
     const int64_t plane = kChannelsLast ? n : n * points.channels + c;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) state.points[r][j] = 0;
       if (c >= points.channels) continue;
-      const bool own = y + r >= 0 && y + r < points.height;
+      const int32_t y = y0 + r * steps.y;
+      const bool own = y >= 0 && y < points.height;
       if (loads_points && own && x >= 0 && x + 4 <= points.width) {
-        const T* const from = points.own + points.template own_index<kChannelsLast>(plane, c, y + r, x);
+        const T* const from = points.own + points.template own_index<kChannelsLast>(plane, c, y, x);
         const auto four = *reinterpret_cast<const Pack<T, 4>*>(from);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) state.points[r][j] = static_cast<float>(four.values[j]);
       } else {
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) state.points[r][j] = point(plane, c, y + r, x + j);
+        for (int j = 0; j < kColumns; ++j) state.points[r][j] = point(plane, c, y, x + j * steps.x);
       }
     }
   }

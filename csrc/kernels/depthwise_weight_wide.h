@@ -27,11 +27,14 @@ struct DepthwiseWeightWide : NoTeams {
   int32_t kernel_y, kernel_x, offset_y, offset_x;
   int32_t splits;
   bool mirrored;
+  TileGrid grid;
   StageShape points_stage, window_stage;
 
   static DepthwiseWeightWide make(const HaloPlanes<T>& points, const HaloPlanes<T>& window, float* partial,
                                   const DepthwiseParams& params, int32_t offset_y, int32_t offset_x, bool mirrored) {
+    const Steps steps{params.y.dilation, params.x.dilation};
     DepthwiseWeightWide program{};
+    program.grid = {0, 0, 0, kTileRows, kTileColumns, {{0, points.height, 0, points.width}, {}}, steps};
     program.points = points;
     program.window = window;
     program.partial = partial;
@@ -42,11 +45,11 @@ struct DepthwiseWeightWide : NoTeams {
     program.offset_x = offset_x;
     program.mirrored = mirrored;
     program.points_stage =
-        stage_shape(kPlanes, kTileRows, kTileColumns, kTileColumns, loads_four(points.own, points.width));
+        stage_shape(kPlanes, kTileRows, kTileColumns, kTileColumns, loads_four(points.own, points.width), steps);
     // The last four taps may overhang the filter; what they read there is not used, but must be a number.
     const int32_t columns = kTileColumns + round_to_fours(params.x.kernel);
     program.window_stage = stage_shape(kPlanes, kTileRows + params.y.kernel - 1, columns, columns + 4,
-                                       loads_four(window.own, window.width));
+                                       loads_four(window.own, window.width), steps);
     program.splits = splits_of(program.units(), program.chunks());
     return program;
   }
@@ -62,9 +65,7 @@ struct DepthwiseWeightWide : NoTeams {
   TORCHTP_HOST_DEVICE int32_t taps() const { return kernel_y * kernel_x; }
   TORCHTP_HOST_DEVICE int32_t workers() const { return kernel_y * groups_of(kernel_x); }
   TORCHTP_HOST_DEVICE int32_t slices() const { return kThreads / workers(); }
-  TORCHTP_HOST_DEVICE int32_t tiles_across() const { return (points.width + kTileColumns - 1) / kTileColumns; }
-  TORCHTP_HOST_DEVICE int32_t tiles() const { return (points.height + kTileRows - 1) / kTileRows * tiles_across(); }
-  TORCHTP_HOST_DEVICE int64_t units() const { return batches * tiles(); }
+  TORCHTP_HOST_DEVICE int64_t units() const { return batches * grid.tiles(); }
   TORCHTP_HOST_DEVICE int32_t chunks() const { return (points.channels + kPlanes - 1) / kPlanes; }
   int64_t num_blocks() const { return int64_t{chunks()} * splits; }
   size_t shared_bytes() const {
@@ -83,11 +84,10 @@ struct DepthwiseWeightWide : NoTeams {
     const int32_t first_channel = static_cast<int32_t>(place.block % chunks()) * kPlanes;
     float* const memory = static_cast<float*>(shared);
     if constexpr (kPhase == 0) {
-      const int64_t unit = first_unit(split) + step, n = unit / tiles();
-      const auto tile = static_cast<int32_t>(unit - n * tiles());
-      const int32_t y = tile / tiles_across() * kTileRows, x = tile % tiles_across() * kTileColumns;
-      bring(points, points_stage, n, first_channel, y, x, place.thread, memory);
-      bring(window, window_stage, n, first_channel, y - offset_y, x - offset_x, place.thread,
+      const int64_t unit = first_unit(split) + step, n = unit / grid.tiles();
+      const Region tile = grid.tile(static_cast<int32_t>(unit - n * grid.tiles()));
+      bring(points, points_stage, n, first_channel, tile.y0, tile.x0, place.thread, memory);
+      bring(window, window_stage, n, first_channel, tile.y0 - offset_y, tile.x0 - offset_x, place.thread,
             memory + points_stage.planar_floats());
     } else if constexpr (kPhase == 1) {
       multiply(place.thread, state, memory);

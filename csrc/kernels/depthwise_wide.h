@@ -6,7 +6,7 @@
 
 namespace torchtp::kernels {
 
-// Stride and dilation 1, any kernel: filters too large for registers are read from shared memory, four taps at a time
+// Stride 1, any kernel and dilation: filters too large for registers are read from shared memory, four taps at a time
 // for the 4 x 8 outputs of a thread.
 template <typename T, bool kChannelsLast>
 struct DepthwiseWide : NoTeams {
@@ -28,13 +28,14 @@ struct DepthwiseWide : NoTeams {
   static DepthwiseWide make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                             const DepthwiseParams& params, const Regions& regions, bool mirrored, size_t most_shared) {
     DepthwiseWide program{{}, in, weight, bias, out, params, mirrored, {}, {}};
-    program.grid = tile_grid(8, kChannelsLast ? 3 : 0, !kChannelsLast, kRows, kColumns, 3, regions);
+    const Steps steps{params.y.dilation, params.x.dilation};
+    program.grid = tile_grid(8, kChannelsLast ? 3 : 0, !kChannelsLast, kRows, kColumns, 3, regions, steps);
     const size_t most = most_shared < kGoodShared ? most_shared : kGoodShared;
     for (;;) {
       TileGrid& grid = program.grid;
       const int32_t columns = grid.columns() + params.x.kernel - 1;
       program.stage = stage_shape(grid.planes(), grid.rows() + params.y.kernel - 1, columns,
-                                  round_to_fours(columns) + 4, loads_four(in.own, params.in_width));
+                                  round_to_fours(columns) + 4, loads_four(in.own, params.in_width), steps);
       if (program.shared_bytes() <= most || !shrink(grid, true)) return program;
     }
   }
@@ -93,7 +94,7 @@ struct DepthwiseWide : NoTeams {
   TORCHTP_HOST_DEVICE void convolve(int thread, uint32_t group, const Region& tile, const float* memory) const {
     const int32_t tx = thread & ((1 << grid.log_x) - 1), ty = (thread >> grid.log_x) & ((1 << grid.log_y) - 1);
     const int32_t q = thread >> (grid.log_x + grid.log_y);
-    const int32_t y = tile.y0 + ty * kRows, x = tile.x0 + tx * kColumns;
+    const int32_t y = tile.y0 + ty * kRows * grid.steps.y, x = tile.x0 + tx * kColumns * grid.steps.x;
     const int64_t plane = kChannelsLast ? batch(group) : (int64_t{group} << grid.log_planes) + q;
     const int32_t c = kChannelsLast ? first_channel(group) + q : static_cast<int32_t>(plane % params.channels);
     if (q >= grid.planes() || y >= tile.y1 || x >= tile.x1) return;
@@ -130,8 +131,9 @@ struct DepthwiseWide : NoTeams {
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        if (y + r >= tile.y1 || x + j >= tile.x1) continue;
-        const int64_t at = pixel + int64_t{r} * params.out_width + j;
+        const int32_t down = r * grid.steps.y, right = j * grid.steps.x;
+        if (y + down >= tile.y1 || x + right >= tile.x1) continue;
+        const int64_t at = pixel + int64_t{down} * params.out_width + right;
         out[kChannelsLast ? at * params.channels + c : at] = static_cast<T>(sums[r][j]);
       }
     }

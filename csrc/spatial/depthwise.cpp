@@ -107,10 +107,9 @@ bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const Conv
   const auto all = [](const std::vector<int64_t>& numbers, int64_t value) {
     return numbers[0] == value && numbers[1] == value;
   };
-  if (!all(params.dilation, 1)) return false;
   const int64_t kernel = weight.size(2);
   const bool tiled = kernel == weight.size(3) && (kernel == 3 || kernel == 5 || kernel == 7);
-  return all(params.stride, 1) || (tiled && all(params.stride, 2));
+  return all(params.stride, 1) || (tiled && all(params.stride, 2) && all(params.dilation, 1));
 }
 
 DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,

@@ -102,11 +102,27 @@ void wide_kernels() {
   check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
 }
 
-void dilation_and_other_strides() {
-  check<float>({3, 1, 2, 2, 1, 3, 12, 14, 2, 2});
-  check<float>({7, 1, 9, 3, 1, 2, 20, 22, 2, 2});
+void other_strides() {
   check<float>({3, 2, 2, 2, 1, 3, 14, 15, 2, 2});
   check<float>({5, 3, 2, 1, 1, 3, 14, 15, 2, 2});
+  check<float>({9, 2, 4, 1, 1, 2, 14, 15, 2, 2});
+}
+
+// A block takes outputs that are a dilation apart; there may be fewer rows than that.
+void dilation() {
+  for (int64_t kernel : {3, 5, 7, 9})
+    for (int64_t dilation : {2, 3, 5}) {
+      const int64_t padding = dilation * (kernel / 2);
+      check<float>({kernel, 1, padding, dilation, 2, 3, 19, 22, 1, 1});
+      check<float>({kernel, 1, padding, dilation, 1, 3, 26, 31, 2, 3});
+      check<float>({kernel, 1, padding - 1, dilation, 1, 2, 9, 11, 4, 2});
+      check<c10::BFloat16>({kernel, 1, padding, dilation, 1, 8, 16, 24, 1, 2});
+    }
+  check<float>({3, 1, 0, 2, 1, 34, 40, 70, 1, 1});
+  check<float>({7, 1, 9, 3, 1, 2, 50, 250, 1, 1});
+  check<float>({3, 1, 30, 30, 1, 2, 24, 26, 2, 1});
+  check<float>({13, 1, 12, 2, 1, 9, 30, 70, 2, 1});
+  check<float>({4, 1, 3, 2, 1, 2, 12, 13, 2, 1});
 }
 
 // Gradients at a stride of 2 have other taps on even than on odd rows, and which these are depends on the padding and
@@ -140,6 +156,9 @@ void blocks_with_little_shared_memory() {
     check<float>({7, 2, 3, 1, 3, 140, 7, 9, 1, 1, most});
     check<float>({5, 2, 2, 1, 1, 40, 70, 66, 1, 1, most});
     check<float>({3, 2, 1, 1, 1, 150, 6, 70, 1, 1, most});
+    check<float>({7, 1, 9, 3, 1, 150, 8, 10, 1, 1, most});
+    check<float>({7, 1, 6, 2, 1, 33, 140, 6, 1, 1, most});
+    check<float>({13, 1, 12, 2, 1, 9, 30, 70, 1, 1, most});
     check<float>({31, 1, 15, 1, 1, 9, 18, 40, 1, 1, most});
   }
 }
@@ -151,7 +170,8 @@ int main() {
                     {"halos of every side", halos_of_every_side},
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
-                    {"dilation and other strides", dilation_and_other_strides},
+                    {"other strides", other_strides},
+                    {"dilation", dilation},
                     {"strides of two", strides_of_two},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});

@@ -95,8 +95,22 @@ void every_other_kernel() {
   check<float>({13, 1, 6, 1, 1, 2, 18, 20, 1, 2});
   check<float>({3, 3, 1, 1, 1, 3, 17, 23, 2, 3});
   check<float>({4, 2, 1, 1, 1, 2, 21, 20, 2, 2});
-  check<float>({3, 1, 2, 2, 1, 3, 12, 14, 2, 2});
+  check<float>({3, 2, 2, 2, 1, 3, 12, 14, 2, 2});
   check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
+}
+
+void dilation() {
+  for (int64_t kernel : {3, 5, 7, 9})
+    for (int64_t dilation : {2, 3, 5}) {
+      const int64_t padding = dilation * (kernel / 2);
+      check<float>({kernel, 1, padding, dilation, 2, 3, 19, 22, 1, 1});
+      check<float>({kernel, 1, padding, dilation, 1, 3, 26, 31, 2, 3});
+      check<float>({kernel, 1, padding - 1, dilation, 1, 2, 9, 11, 4, 2});
+    }
+  check<float>({3, 1, 0, 2, 1, 34, 40, 70, 1, 1});
+  check<float>({7, 1, 9, 3, 3, 2, 50, 250, 1, 1});
+  check<float>({3, 1, 30, 30, 1, 2, 24, 26, 2, 1});
+  check<c10::Half>({3, 1, 2, 2, 1, 8, 16, 24, 2, 2});
 }
 
 // There the points are the output's gradient, with its halo if it has one.
@@ -124,6 +138,8 @@ void blocks_with_little_shared_memory() {
     check<float>({7, 1, 3, 1, 1, 33, 70, 3, 1, 1, most});
     check<float>({7, 2, 3, 1, 1, 150, 5, 7, 1, 1, most});
     check<float>({7, 2, 3, 1, 1, 33, 90, 50, 1, 1, most});
+    check<float>({7, 1, 9, 3, 1, 150, 8, 10, 1, 1, most});
+    check<float>({7, 1, 6, 2, 1, 33, 140, 6, 1, 1, most});
     check<float>({31, 1, 15, 1, 1, 9, 18, 40, 1, 1, most});
   }
 }
@@ -136,6 +152,7 @@ int main() {
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
                     {"every other kernel", every_other_kernel},
+                    {"dilation", dilation},
                     {"strides of two", strides_of_two},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
