@@ -16,15 +16,16 @@ template <typename T>
 void launch_norm_moments(const T* x, double* mean, double* m2, double* counts, int64_t batches, const NormShape& shape,
                          bool channels_last, int64_t pieces, cudaStream_t stream) {
   const T* const no_dy = nullptr;
-  run_norm_reduce<T, false>(RunOnDevice{"norm_moments", stream}, x, no_dy, nullptr, mean, m2, counts, batches, shape,
-                            channels_last, pieces);
+  run_norm_reduce<T, false>(RunOnDevice{"norm_moments", stream}, x, no_dy, nullptr, mean, m2, counts, nullptr, nullptr,
+                            batches, shape, channels_last, pieces);
 }
 
 template <typename T>
-void launch_norm_dots(const T* dy, const T* x, const float* center, double* sum, double* dot, int64_t batches,
-                      const NormShape& shape, bool channels_last, int64_t pieces, cudaStream_t stream) {
-  run_norm_reduce<T, true>(RunOnDevice{"norm_dots", stream}, x, dy, center, sum, dot, nullptr, batches, shape,
-                           channels_last, pieces);
+void launch_norm_dots(const T* dy, const T* x, const float* center, double* sum, double* dot, T* scaled,
+                      const float* scale, int64_t batches, const NormShape& shape, bool channels_last, int64_t pieces,
+                      cudaStream_t stream) {
+  run_norm_reduce<T, true>(RunOnDevice{"norm_dots", stream}, x, dy, center, sum, dot, nullptr, scaled, scale, batches,
+                           shape, channels_last, pieces);
 }
 
 template <typename T>
@@ -47,8 +48,8 @@ void launch_norm_combine(const T* dy, const T* x, T* dx, const float* center, co
   template int64_t norm_pieces_cuda(const T*, const T*, const NormShape&, bool);                                      \
   template void launch_norm_moments(const T*, double*, double*, double*, int64_t, const NormShape&, bool, int64_t,    \
                                     cudaStream_t);                                                                    \
-  template void launch_norm_dots(const T*, const T*, const float*, double*, double*, int64_t, const NormShape&, bool, \
-                                 int64_t, cudaStream_t);                                                              \
+  template void launch_norm_dots(const T*, const T*, const float*, double*, double*, T*, const float*, int64_t,       \
+                                 const NormShape&, bool, int64_t, cudaStream_t);                                      \
   template void launch_norm_affine(const T*, T*, const float*, const float*, const float*, int64_t, const NormShape&, \
                                    bool, cudaStream_t);                                                               \
   template void launch_norm_combine(const T*, const T*, T*, const float*, const float*, const float*, const float*,   \

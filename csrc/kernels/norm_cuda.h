@@ -15,10 +15,11 @@ int64_t norm_pieces_cuda(const T* x, const T* dy, const NormShape& shape, bool c
 template <typename T>
 void launch_norm_moments(const T* x, double* mean, double* m2, double* counts, int64_t batches, const NormShape& shape,
                          bool channels_last, int64_t pieces, cudaStream_t stream);
-// sum, dot: [pieces, N, C].
+// sum, dot: [pieces, N, C]; scaled: dy * scale in the same pass, where it is not null, of memory aligned to 16 bytes.
 template <typename T>
-void launch_norm_dots(const T* dy, const T* x, const float* center, double* sum, double* dot, int64_t batches,
-                      const NormShape& shape, bool channels_last, int64_t pieces, cudaStream_t stream);
+void launch_norm_dots(const T* dy, const T* x, const float* center, double* sum, double* dot, T* scaled,
+                      const float* scale, int64_t batches, const NormShape& shape, bool channels_last, int64_t pieces,
+                      cudaStream_t stream);
 
 template <typename T>
 void launch_norm_affine(const T* x, T* y, const float* center, const float* scale, const float* shift, int64_t batches,

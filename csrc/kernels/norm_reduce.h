@@ -71,6 +71,8 @@ struct NormReduceParams {
   double* first;        // [pieces, N, C]: mean or sum
   double* second;       // m2 or dot
   double* counts;       // [pieces]: elements of a plane in each; may be null
+  T* scaled;            // dots only, may be null: dy * scale on the way
+  const float* scale;   // as center
   int64_t batches;
   NormShape shape;
   int64_t pieces;
@@ -127,7 +129,9 @@ struct NormReducePlanes {
     constexpr int kBatch = kReduceHeld / kVector;
     const int64_t vectors = params.shape.inner / kVector, end = params.begin(piece + 1, vectors);
     const int64_t channel = plane % params.shape.channels;
-    const float center = kDots ? params.center[plane / params.shape.channels * params.shape.batch_stride + channel] : 0;
+    const int64_t factor = plane / params.shape.channels * params.shape.batch_stride + channel;
+    const float center = kDots ? params.center[factor] : 0;
+    const float scale = kDots && params.scaled ? params.scale[factor] : 0;
     Partial all{};
     for (int64_t first = params.begin(piece, vectors) + thread; first < end; first += int64_t{kBatch} * team) {
       float values[kReduceHeld], grads[kReduceHeld];
@@ -144,6 +148,12 @@ struct NormReducePlanes {
           const auto grad = *reinterpret_cast<const Pack<T, kVector>*>(params.dy + at);
 #pragma unroll
           for (int k = 0; k < kVector; ++k) grads[b * kVector + k] = static_cast<float>(grad.values[k]);
+          if (params.scaled) {
+            Pack<T, kVector> scaled;
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grads[b * kVector + k] * scale);
+            *reinterpret_cast<Pack<T, kVector>*>(params.scaled + at) = scaled;
+          }
         }
         valid += kVector;
       }
@@ -219,9 +229,13 @@ struct NormReduceRows {
     constexpr int kBatch = kVector > 1 ? kReduceHeld / kVector : 8;
     const int groups = kThreads / apart;
     const int64_t end = params.begin(piece + 1, params.shape.inner);
-    float center[kVector];
+    float center[kVector], scale[kVector];
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) center[k] = kDots ? params.center[n * params.shape.batch_stride + c + k] : 0;
+    for (int k = 0; k < kVector; ++k) {
+      const int64_t factor = n * params.shape.batch_stride + c + k;
+      center[k] = kDots ? params.center[factor] : 0;
+      scale[k] = kDots && params.scaled ? params.scale[factor] : 0;
+    }
     Partial all{};
     for (int64_t first = params.begin(piece, params.shape.inner) + group; first < end; first += kBatch * groups) {
       float values[kVector][kBatch], grads[kVector][kBatch];
@@ -238,6 +252,12 @@ struct NormReduceRows {
           const auto grad = *reinterpret_cast<const Pack<T, kVector>*>(params.dy + at);
 #pragma unroll
           for (int k = 0; k < kVector; ++k) grads[k][b] = static_cast<float>(grad.values[k]);
+          if (params.scaled) {
+            Pack<T, kVector> scaled;
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grads[k][b] * scale[k]);
+            *reinterpret_cast<Pack<T, kVector>*>(params.scaled + at) = scaled;
+          }
         }
         ++valid;
       }

@@ -4,6 +4,7 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "kernels/norm_cuda.h"
 
@@ -61,13 +62,16 @@ Moments moments_cuda(const at::Tensor& x) {
   return {parts.mean.view(x.size(0), x.size(1)), parts.m2.view(x.size(0), x.size(1))};
 }
 
-std::tuple<Numbers, Numbers> dots_cuda(const at::Tensor& dy, const at::Tensor& x, const Numbers& center) {
-  const Layout layout(x, center.rows() != 1);
+namespace {
+
+// scaled and scale may be undefined.
+std::tuple<Numbers, Numbers> run_dots(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& center,
+                                      const at::Tensor& scaled, const at::Tensor& scale) {
+  const Layout layout(x, center.size(0) != 1);
   const int64_t numbers = x.size(0) * x.size(1);
   const auto options = x.options().dtype(at::kDouble);
   if (x.numel() == 0) return {nothing(x), nothing(x)};
   const OnDevice device(x);
-  const at::Tensor middle = factors(center, center.rows(), x.size(1));
   at::Tensor sum, dot;
   AT_DISPATCH_V2(x.scalar_type(), "norm_dots", AT_WRAP([&] {
                    const scalar_t* const from = x.const_data_ptr<scalar_t>();
@@ -75,12 +79,27 @@ std::tuple<Numbers, Numbers> dots_cuda(const at::Tensor& dy, const at::Tensor& x
                    const int64_t pieces = kernels::norm_pieces_cuda(from, grads, layout.shape, layout.channels_last);
                    sum = at::empty({pieces, numbers}, options);
                    dot = at::empty({pieces, numbers}, options);
-                   kernels::launch_norm_dots(grads, from, data(middle), sum.mutable_data_ptr<double>(),
-                                             dot.mutable_data_ptr<double>(), layout.batches, layout.shape,
+                   kernels::launch_norm_dots(grads, from, data(center), sum.mutable_data_ptr<double>(),
+                                             dot.mutable_data_ptr<double>(),
+                                             scaled.defined() ? scaled.mutable_data_ptr<scalar_t>() : nullptr,
+                                             scale.defined() ? data(scale) : nullptr, layout.batches, layout.shape,
                                              layout.channels_last, pieces, device.stream());
                  }),
                  TORCHTP_CUDA_TYPES);
   return {Numbers(sum).sum_rows().view(x.size(0), x.size(1)), Numbers(dot).sum_rows().view(x.size(0), x.size(1))};
+}
+
+}  // namespace
+
+std::tuple<Numbers, Numbers> dots_cuda(const at::Tensor& dy, const at::Tensor& x, const Numbers& center) {
+  return run_dots(dy, x, factors(center, center.rows(), x.size(1)), {}, {});
+}
+
+std::tuple<at::Tensor, at::Tensor> scaled_and_dots_cuda(const at::Tensor& dy, const at::Tensor& x,
+                                                        const at::Tensor& scale) {
+  const at::Tensor scaled = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
+  const auto [sum, dot] = run_dots(dy, x, at::zeros_like(scale), scaled, scale);
+  return {scaled, dot.to_tensor(at::kDouble, {x.size(0), x.size(1)}).to(x.device())};
 }
 
 at::Tensor affine_cuda(const at::Tensor& x, const Numbers& center, const Numbers& scale, const Numbers& shift) {

@@ -58,7 +58,7 @@ void check(const Setting& s) {
   const auto f_center = test::rounded<float>(center), f_on_dy = test::rounded<float>(on_dy),
              f_on_x = test::rounded<float>(on_x), f_shift = test::rounded<float>(shift);
 
-  std::vector<double> mean, m2, sum, dot, y(s.count()), dx(s.count());
+  std::vector<double> mean, m2, sum, dot, scaled(s.count()), y(s.count()), dx(s.count());
   for (int64_t number = 0; number < numbers; ++number) {
     double middle = 0, squares = 0, all = 0, product = 0;
     const int64_t f = s.factor(number);
@@ -68,6 +68,7 @@ void check(const Setting& s) {
       squares += (x[at] - middle) * (x[at] - middle);
       all += dy[at];
       product += dy[at] * (x[at] - center[f]);
+      scaled[at] = dy[at] * on_dy[f];
       y[at] = (x[at] - center[f]) * on_x[f] + shift[f];
       dx[at] = dy[at] * on_dy[f] + (x[at] - center[f]) * on_x[f] + shift[f];
     }
@@ -81,26 +82,31 @@ void check(const Setting& s) {
   int64_t pieces = kernels::norm_reduce_pieces(in.data(), no_dy, s.shape(), s.channels_last);
   std::vector<double> first(pieces * numbers, nan), second(first), counts(pieces, nan);
   kernels::run_norm_reduce<T, false>(run, in.data(), no_dy, nullptr, first.data(), second.data(), counts.data(),
-                                     s.batches, s.shape(), s.channels_last, pieces);
+                                     nullptr, nullptr, s.batches, s.shape(), s.channels_last, pieces);
   test::check_close(merged(first, second, counts, numbers, false), mean, 1e-6, s.name() + ", mean");
   test::check_close(merged(first, second, counts, numbers, true), m2, 1e-5, s.name() + ", m2");
 
   pieces = kernels::norm_reduce_pieces(in.data(), grad.data(), s.shape(), s.channels_last);
-  first.assign(pieces * numbers, nan);
-  second = first;
-  kernels::run_norm_reduce<T, true>(run, in.data(), grad.data(), f_center.data(), first.data(), second.data(), nullptr,
-                                    s.batches, s.shape(), s.channels_last, pieces);
-  for (int64_t piece = 1; piece < pieces; ++piece)
-    for (int64_t number = 0; number < numbers; ++number) {
-      first[number] += first[piece * numbers + number];
-      second[number] += second[piece * numbers + number];
-    }
-  first.resize(numbers);
-  second.resize(numbers);
-  test::check_close(first, sum, 1e-4, s.name() + ", sum");
-  test::check_close(second, dot, 1e-4, s.name() + ", dot");
-
   std::vector<T> out(s.count(), static_cast<T>(static_cast<float>(nan)));
+  T* const nowhere = nullptr;
+  for (T* to : {nowhere, out.data()}) {
+    first.assign(pieces * numbers, nan);
+    second = first;
+    kernels::run_norm_reduce<T, true>(run, in.data(), grad.data(), f_center.data(), first.data(), second.data(),
+                                      nullptr, to, to ? f_on_dy.data() : nullptr, s.batches, s.shape(), s.channels_last,
+                                      pieces);
+    for (int64_t piece = 1; piece < pieces; ++piece)
+      for (int64_t number = 0; number < numbers; ++number) {
+        first[number] += first[piece * numbers + number];
+        second[number] += second[piece * numbers + number];
+      }
+    first.resize(numbers);
+    second.resize(numbers);
+    test::check_close(first, sum, 1e-4, s.name() + ", sum");
+    test::check_close(second, dot, 1e-4, s.name() + ", dot");
+  }
+  test::check_close(out, scaled, test::tolerance<T>(), s.name() + ", scaled");
+  out.assign(out.size(), static_cast<T>(static_cast<float>(nan)));
   kernels::run_norm_apply<T, false>(run, no_dy, in.data(), out.data(), f_center.data(), nullptr, f_on_x.data(),
                                     f_shift.data(), s.batches, s.shape(), s.channels_last);
   test::check_close(out, y, test::tolerance<T>(), s.name() + ", affine");
