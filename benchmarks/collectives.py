@@ -4,8 +4,9 @@
 
 The same contest as `benchmarks.allreduce`, for broadcast, allgather, reduce_scatter, alltoall and the exchange between
 pairs of ranks; KiB is the larger of a rank's two buffers. Below the table: how many elements a second an allreduce of
-16-bit numbers sums, compared with fp32; what it costs to keep a call and its statistics; how long four ranks without an interpreter take from before they are started
-until their group has had its first round; the processor time of a group that does nothing.
+16-bit numbers sums, compared with fp32; what it costs to keep a call or a message and its statistics; how long four ranks
+without an interpreter take from before they are started until their group has had its first round; the processor time
+of a group that does nothing.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ def main() -> None:
                     places = ("private",) if op == "pair" else ("private", "segment")
                     rows.append(as_row(op, ranks, size, contest.measure(op, size, repeat, places)))
             notes |= formats(contest.floors, ELEMENTS[:1] if args.quick else ELEMENTS, repeat)
-            kept = Spread.of([contest.floors.seconds("record", 1024, 1000) for _ in range(repeat)])
-            notes[f"keeping a call of {ranks} ranks, ns"] = kept.text(1e9)
+            for op, what in (("record", "call"), ("record_message", "message")):
+                kept = Spread.of([contest.floors.seconds(op, 1024, 1000) for _ in range(repeat)])
+                notes[f"keeping a {what} of {ranks} ranks, ns"] = kept.text(1e9)
             notes[f"idle group of {ranks}, C++ and Python"] = f"{idle(contest.floors)}, {idle(contest.python)}"
     notes["start-up of 4 ranks, ms"] = start_up(4, repeat).text(1e3)
     report("collectives", rows, COLUMNS, args.out, notes)

@@ -114,7 +114,7 @@ def _trace(rank, calls, size=2):
 
 def _call(sequence, state="done", **changed):
     call = {
-        "group": "g", "sequence": sequence, "op": "allreduce", "reduce_op": "SUM", "dtype": "Float", "elements": 4,
+        "group": "g", "kind": "collective", "sequence": sequence, "op": "allreduce", "reduce_op": "SUM", "dtype": "Float", "elements": 4,
         "bytes": 16, "root": -1, "async": False, "state": state, "called_ns": 0, "started_ns": 1_000_000_000,
         "ended_ns": 0, "waited_ns": 0, "last_rank": -1,
     }  # fmt: skip

@@ -216,7 +216,7 @@ def _show_trace(arguments: argparse.Namespace) -> int:
         print(f"torchtp: {error}", file=sys.stderr)
         return 2
     print("\n".join(map(parting.told, partings)) or "no process group stands in these files")
-    return 1 if any(one.sequence is not None for one in partings) else 0
+    return 1 if any(one.is_found for one in partings) else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -264,7 +264,8 @@ def parser() -> argparse.ArgumentParser:
         "trace",
         help="where the ranks of a job part: merges the traces that they wrote down",
         description="Put the last calls of all ranks side by side, for each process group, and tell the first call on which "
-        "they are not at one: who called something else, who has not called it, who has not come through. Traces are "
+        "they are not at one: who called something else, who has not called it, who has not come through; the same for exchanges of "
+        "halos; and messages that found no partner. Traces are "
         "written by jobs with TORCHTP_TRACE=PATH, when a group fails or the job is ended by SIGTERM. Exits with 0 if all "
         "ranks agree, 1 if not, 2 if a file is no trace.",
         epilog="example: torchtp trace run7.rank*.jsonl",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torchtp import unmatched
 
 # What ranks must agree on. Of these a rank may see its own share only.
 AGREED = ("op", "reduce_op", "dtype", "elements", "root")
@@ -22,7 +24,10 @@ class RankTrace:
     now_ns: int
     reason: str
     error: str
+    size: int
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by sequence number
+    halos: dict[int, dict[str, Any]] = field(default_factory=dict)  # by sequence number, of their own
+    messages: list[dict[str, Any]] = field(default_factory=list)  # oldest first
 
     @property
     def last(self) -> int:
@@ -32,13 +37,20 @@ class RankTrace:
 
 @dataclass
 class Parting:
-    """One process group: the first call on which its ranks are not at one, if there is one."""
+    """One process group: the first call and the first exchange of halos on which its ranks are not at one, if any."""
 
     group: str
     size: int
     ranks: dict[int, RankTrace]
     sequence: int | None  # of that call
     differs: bool  # ranks called different things; otherwise some have not called it, or not finished it
+    halo: int | None  # the sequence number of an exchange that some have not come through
+    unmatched: list[str]  # messages that found no partner, a line each
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the ranks part anywhere."""
+        return self.sequence is not None or self.halo is not None or bool(self.unmatched)
 
     @property
     def absent(self) -> list[int]:
@@ -67,10 +79,15 @@ def _read_one(path: Path) -> list[tuple[tuple[str, tuple[int, ...]], RankTrace]]
         found: list[tuple[tuple[str, tuple[int, ...]], RankTrace]] = []
         for entry in rest:
             if "global_ranks" in entry:
-                trace = RankTrace(entry["rank"], head["global_rank"], head["now_ns"], head["reason"], entry["error"])
+                trace = RankTrace(
+                    entry["rank"], head["global_rank"], head["now_ns"], head["reason"], entry["error"], entry["size"]
+                )
                 found.append(((entry["group"], tuple(entry["global_ranks"])), trace))
+            elif entry["kind"] == "message":
+                found[-1][1].messages.append(entry)
             else:
-                found[-1][1].calls[entry["sequence"]] = entry
+                trace = found[-1][1]
+                (trace.halos if entry["kind"] == "halo" else trace.calls)[entry["sequence"]] = entry
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a trace of torchtp: {error}") from error
     return found
@@ -82,16 +99,26 @@ def _agreement(call: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _part(group: str, size: int, ranks: dict[int, RankTrace]) -> Parting:
+    sequence, differs = _first([trace.calls for trace in ranks.values()], _agreement)
+    # Each rank sees its own share of an exchange.
+    halo, _ = _first([trace.halos for trace in ranks.values()], lambda call: (call["op"],))
+    return Parting(group, size, ranks, sequence, differs, halo, unmatched.of(ranks))
+
+
+def _first(
+    ranks: Sequence[dict[int, dict[str, Any]]], agreement: Callable[[dict[str, Any]], tuple[Any, ...]]
+) -> tuple[int | None, bool]:
+    """The first number on which ranks are not at one, and whether they differ there."""
     # What has left one rank's ring cannot be compared.
-    first = max((min(trace.calls, default=0) for trace in ranks.values()), default=0)
-    last = max((trace.last for trace in ranks.values()), default=-1)
+    first = max((min(calls, default=0) for calls in ranks), default=0)
+    last = max((max(calls, default=-1) for calls in ranks), default=-1)
     for sequence in range(first, last + 1):
-        calls = [trace.calls.get(sequence) for trace in ranks.values()]
-        if len({_agreement(call) for call in calls if call}) > 1:
-            return Parting(group, size, ranks, sequence, True)
+        calls = [of_rank.get(sequence) for of_rank in ranks]
+        if len({agreement(call) for call in calls if call}) > 1:
+            return sequence, True
         if not all(call and call["state"] == "done" for call in calls):
-            return Parting(group, size, ranks, sequence, False)
-    return Parting(group, size, ranks, None, False)
+            return sequence, False
+    return None, False
 
 
 def told(parting: Parting) -> str:
@@ -105,31 +132,41 @@ def _lines(parting: Parting) -> Iterator[str]:
     yield f"group {parting.group!r}, {parting.size} ranks"
     if parting.absent:
         yield f"  no trace of {_rank_list(parting.absent)}: pass their files too, or they were killed"
-    if parting.sequence is None:
+    if not parting.is_found:
         yield f"  all agree: {compared} calls, the last on every rank is done"
         return
-    number = parting.sequence
-    yield f"  they part at call #{number}: " + (
-        "they do not call the same" if parting.differs else "not every rank has come through it"
-    )
-    told_of: dict[str, list[int]] = {}
-    for rank, trace in sorted(ranks.items()):
-        told_of.setdefault(_state(trace, number), []).append(rank)
-    for what, who in told_of.items():
-        yield f"  {_rank_list(who)}: {what}"
+    if parting.sequence is not None:
+        yield f"  they part at call #{parting.sequence}: " + (
+            "they do not call the same" if parting.differs else "not every rank has come through it"
+        )
+        yield from _states(ranks, parting.sequence, "calls")
+    if parting.halo is not None:
+        yield f"  they part at exchange of halos #{parting.halo}: not every rank has come through it"
+        yield from _states(ranks, parting.halo, "halos")
+    if parting.unmatched:
+        yield "  messages without a partner:"
+        yield from (f"  {line}" for line in parting.unmatched)
     for trace in sorted(ranks.values(), key=lambda trace: trace.rank):
         if trace.error:
             yield f"  the first error on rank {trace.rank}: {trace.error.splitlines()[0]}"
             break
 
 
-def _state(trace: RankTrace, number: int) -> str:
-    call = trace.calls.get(number)
+def _states(ranks: dict[int, RankTrace], number: int, kind: str) -> Iterator[str]:
+    told_of: dict[str, list[int]] = {}
+    for rank, trace in sorted(ranks.items()):
+        told_of.setdefault(_state(trace, getattr(trace, kind), number), []).append(rank)
+    for what, who in told_of.items():
+        yield f"  {_rank_list(who)}: {what}"
+
+
+def _state(trace: RankTrace, calls: dict[int, dict[str, Any]], number: int) -> str:
+    call = calls.get(number)
     if call is None:
-        before = trace.calls.get(trace.last)
-        if before is None:
+        last = max(calls, default=-1)
+        if last < 0:
             return "has called nothing"
-        return f"has not called it; the last was #{trace.last} {describe(before)}, {before['state']}"
+        return f"has not called it; the last was #{last} {describe(calls[last])}, {calls[last]['state']}"
     since = ""
     if call["state"] in ("queued", "running"):
         begun = call["started_ns"] if call["state"] == "running" else call["called_ns"]
@@ -138,7 +175,9 @@ def _state(trace: RankTrace, number: int) -> str:
 
 
 def describe(call: dict[str, Any]) -> str:
-    """A call in words: "allreduce(SUM, Float, 25 elements)"."""
+    """A call in words: "allreduce(SUM, Float, 25 elements)", "halo(1,024 bytes)"."""
+    if call["op"] == "halo":
+        return f"halo({call['bytes']:,} bytes)"
     parts = [call["reduce_op"], call["dtype"] if call["elements"] else "", f"{call['elements']:,} elements"]
     if call["root"] >= 0:
         parts.append(f"root {call['root']}")

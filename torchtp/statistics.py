@@ -10,7 +10,10 @@ from torchtp.trace import calls
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Calls of one kind with messages of one size class; seconds from when a call's turn came until it was done."""
+    """Calls of one kind with messages of one size class; seconds from when a call's turn came until it was done.
+
+    Of messages and halos: seconds that the program has spent in them, starting them and waiting.
+    """
 
     op: str
     most_bytes: int  # messages of more than half of this and up to this
@@ -19,7 +22,7 @@ class CallStatistics:
     num_bytes: int  # of all messages; of one, the larger of what the rank reads and what it writes
     total_s: float
     queued_s: float  # before that, from the call: other calls of the group had to end first
-    waited_s: float  # of total_s, for the last rank to come
+    waited_s: float  # of total_s, for the last rank to come, or for the partner
     shortest_s: float
     median_s: float  # to a fifth
     late_s: float  # the 99th percentile, to a fifth
@@ -40,7 +43,9 @@ class GroupStatistics:
     rank: int
     global_ranks: tuple[int, ...]  # of ranks 0, 1, ... of the group
     calls: tuple[CallStatistics, ...]
-    waited_s: tuple[tuple[float, ...], ...]  # [rank][late]: how long rank waited for late, where that one came last
+    # [rank][late]: how long rank waited for late, where that one came last. What messages and halos waited for their
+    # partners is in this rank's own row.
+    waited_s: tuple[tuple[float, ...], ...]
 
     def __str__(self) -> str:
         return tables.of_calls(self)
@@ -57,9 +62,9 @@ class Statistics:
 
 
 def stats(*, reset: bool = False) -> Statistics:
-    """What every collective of this process's torchtp groups has cost so far, by op and size; `print` it.
+    """What every collective, message and exchange of halos of this process's torchtp groups has cost, by op and size.
 
-    Local: no communication, every rank has its own view, and each knows who of its group came when. With `reset` the
+    `print` it. Local: no communication, every rank has its own view, and each knows who of its group came when. With `reset` the
     counts start again from zero.
     """
     told = calls.statistics()

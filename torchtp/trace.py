@@ -1,6 +1,6 @@
 """The last calls of every process group: written down when something goes wrong, and put side by side afterwards.
 
-Each rank keeps the last 2,000 calls of each of its torchtp groups. With `TORCHTP_TRACE=PATH`, or after `write_to(PATH)`,
+Each rank keeps the last 2,000 calls, messages and exchanges of halos of each of its torchtp groups. With `TORCHTP_TRACE=PATH`, or after `write_to(PATH)`,
 the first error of a group and SIGTERM (which torchrun sends to the others when one rank fails) write them as JSON lines to
 PATH.rank<global rank>.jsonl. `torchtp trace PATH.rank*.jsonl` says where the ranks part.
 """

@@ -8,7 +8,7 @@
 // is not timed. Without it what a rank reads may still lie in its own cache from the call before.
 // "idle" answers with the processor time the rank has used since the last "idle", "end" ends. The first line is the
 // seconds from before the ranks were started until their group had its first round. The op "record" is what the backend
-// does to keep a call and its statistics, without the call.
+// does to keep a call and its statistics, without the call; "record_message" the same of a message.
 #include <sys/resource.h>
 
 #include <chrono>
@@ -24,6 +24,7 @@
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
 #include "collectives/reduce_scatter.h"
+#include "core/clock.h"
 #include "processes.h"
 #include "shm/mailbox.h"
 
@@ -153,6 +154,15 @@ class Rank {
       const uint64_t number = recorder_.call(operation);
       recorder_.start(number);
       recorder_.end(number, "", group_->arrivals());
+    } else if (op == "record_message") {
+      backend::Operation operation;
+      operation.kind = backend::Operation::Kind::kMessage;
+      operation.op = "recv";
+      operation.num_bytes = static_cast<int64_t>(num_bytes);
+      operation.peer = rank ^ 1;
+      operation.called_ns = operation.started_ns = now_ns();
+      const uint64_t number = recorder_.call(operation);
+      recorder_.end(number, "", backend::Meeting{now_ns() - operation.called_ns, 1, rank ^ 1, 1});
     } else if (op == "copy") {
       std::memcpy(output, input, num_bytes);
     } else if (op == "stream") {

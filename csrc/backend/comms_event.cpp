@@ -91,18 +91,40 @@ struct CommsEvent::Open {
   at::RecordFunction event{at::RecordScope::FUNCTION};
 };
 
+struct CommsEvent::Told {
+  const char* name;
+  uint64_t sequence;
+  bool is_message;
+  bool asynchronous;
+  at::ScalarType dtype;
+  int64_t num_elements_in, num_elements_out;
+  std::vector<at::Tensor> inputs, outputs;
+};
+
 CommsEvent::CommsEvent(const Recorder::Identity& group, const std::string& description, const CommsCall& call) {
   if (!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION)) return;
   const Volume in(call.inputs), out(call.outputs);
-  const auto sequence = std::make_tuple(static_cast<int64_t>(call.sequence), is_message(call.op));
+  begin(group, description,
+        {traced_name(call.op), call.sequence, is_message(call.op), call.asynchronous,
+         call.inputs.empty() ? out.dtype : in.dtype, in.num_elements, out.num_elements, call.inputs, call.outputs});
+}
+
+CommsEvent::CommsEvent(const Recorder::Identity& group, const std::string& description, const HaloCall& call) {
+  if (!at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION)) return;
+  begin(group, description,
+        {"halo", call.sequence, true, false, at::ScalarType::Byte, call.sent_bytes, call.received_bytes, {}, {}});
+}
+
+void CommsEvent::begin(const Recorder::Identity& group, const std::string& description, const Told& call) {
+  const auto sequence = std::make_tuple(static_cast<int64_t>(call.sequence), call.is_message);
   const auto name = std::make_tuple(group.group, description);
   const std::vector<int64_t> no_splits;
   const auto& ranks = group.global_ranks;
   const int start = ranks.empty() ? 0 : static_cast<int>(ranks.front());
   const int stride = ranks.size() < 2 ? 1 : static_cast<int>(ranks[1] - ranks[0]);
-  auto info = std::make_shared<torch::ParamCommsDebugInfo>(name, group.rank, traced_name(call.op), in.num_elements,
-                                                           out.num_elements, call.inputs.empty() ? out.dtype : in.dtype,
-                                                           no_splits, no_splits, start, stride, group.size
+  auto info = std::make_shared<torch::ParamCommsDebugInfo>(name, group.rank, call.name, call.num_elements_in,
+                                                           call.num_elements_out, call.dtype, no_splits, no_splits,
+                                                           start, stride, group.size
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP  // new in torch 2.13
                                                            ,
                                                            call.asynchronous
@@ -111,9 +133,9 @@ CommsEvent::CommsEvent(const Recorder::Identity& group, const std::string& descr
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
   torch::maybeSetSequenceInfo(info, sequence);
 #endif
-  open_ = std::make_unique<Open>(
-      std::move(info), std::vector<c10::IValue>{call.inputs, sequence, name, group.rank, traced_name(call.op),
-                                                no_splits, no_splits, start, stride, group.size, call.asynchronous});
+  open_ = std::make_unique<Open>(std::move(info),
+                                 std::vector<c10::IValue>{call.inputs, sequence, name, group.rank, call.name, no_splits,
+                                                          no_splits, start, stride, group.size, call.asynchronous});
   if (!open_->event.isActive()) return;
   if (open_->event.needsInputs()) {
     const c10::ArrayRef<const c10::IValue> inputs(open_->inputs.data(), open_->inputs.size());

@@ -32,17 +32,29 @@ struct CommsCall {
   const std::vector<at::Tensor>& outputs;
 };
 
+// What an exchange of halos tells it. They are called "halo", in bytes.
+struct HaloCall {
+  uint64_t sequence;
+  int64_t sent_bytes;
+  int64_t received_bytes;
+};
+
 // While it lives torch.profiler shows a "record_param_comms" event with the call's name, sizes, dtype, group and
 // sequence, as NCCL's calls have it, so that the same programs can read it. Nothing when nobody is profiling.
 class CommsEvent {
  public:
   CommsEvent(const Recorder::Identity& group, const std::string& description, const CommsCall& call);
+  CommsEvent(const Recorder::Identity& group, const std::string& description, const HaloCall& call);
   ~CommsEvent();
   CommsEvent(const CommsEvent&) = delete;
   CommsEvent& operator=(const CommsEvent&) = delete;
 
  private:
   struct Open;
+  struct Told;
+
+  void begin(const Recorder::Identity& group, const std::string& description, const Told& told);
+
   std::unique_ptr<Open> open_;
 };
 

@@ -6,9 +6,9 @@
 #include <cstdlib>
 
 #include "backend/device_facts.h"
-#include "backend/dist_error_exchange.h"
 #include "backend/grouped_exchange.h"
 #include "backend/host_arena.h"
+#include "backend/recorded_exchange.h"
 #include "backend/store_bootstrap.h"
 #include "backend/symmetric_memory.h"
 #include "core/format.h"
@@ -121,7 +121,7 @@ DeviceExchanges::Made DeviceExchanges::make_on_host(const c10::intrusive_ptr<c10
   if (kind_ == DeviceKind::kGrouped) {
     return {"cpu", "", std::make_shared<GroupedExchange>(group, device, halo_kernels)};
   }
-  const auto host = std::dynamic_pointer_cast<DistErrorExchange>(host_.lock());
+  const auto host = std::dynamic_pointer_cast<RecordedExchange>(host_.lock());
   const auto shared = std::dynamic_pointer_cast<exchange::ShmExchange>(host ? host->inner() : nullptr);
   if (!shared) {
     throw Error("halos cannot travel by peer_memory: the ranks share no memory; use the torchtp backend on one host");

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/message_work.h"
 #include "collectives/reduce_op.h"
 #include "exchange/exchange.h"
 #include "shm/group.h"
@@ -23,7 +24,7 @@ namespace torchtp::backend {
 class Engine {
  public:
   using ReduceOp = collectives::ReduceOp;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using MessagePtr = c10::intrusive_ptr<MessageWork>;
   using Inputs = std::vector<const std::byte*>;
   using Outputs = std::vector<std::byte*>;
 
@@ -53,9 +54,9 @@ class Engine {
   virtual void agree(const shm::Fingerprint& fingerprint) = 0;
 
   // Whole tensors, checked; at any time, from any thread.
-  virtual WorkPtr send(const at::Tensor& tensor, int peer, int tag) = 0;
-  virtual WorkPtr recv(const at::Tensor& tensor, int peer, int tag) = 0;
-  virtual WorkPtr recv_any(const at::Tensor& tensor, int tag) = 0;
+  virtual MessagePtr send(const at::Tensor& tensor, int peer, int tag) = 0;
+  virtual MessagePtr recv(const at::Tensor& tensor, int peer, int tag) = 0;
+  virtual MessagePtr recv_any(const at::Tensor& tensor, int tag) = 0;
 
   // What spatial ops move slabs with. Made once a group.
   virtual std::shared_ptr<exchange::Exchange> make_exchange() = 0;

@@ -10,7 +10,7 @@ namespace torchtp::backend {
 
 HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpType op, const char* title,
                          const at::Tensor& tensor, int peer, int tag, std::chrono::milliseconds timeout)
-    : TorchtpWork(rank, op, title, 0, {tensor}, {tensor}),
+    : MessageWork(rank, op, title, 0, {tensor}, {tensor}),
       links_(std::move(links)),
       receives_(op != c10d::OpType::SEND),
       timeout_(timeout),
@@ -39,6 +39,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HostMessage::getFuture() {
 void HostMessage::end(std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(waiting_);
   if (std::exchange(ended_, true)) return;
+  begin_wait();
   std::exception_ptr error;
   try {
     const char* const direction = receives_ ? " from " : " to ";
@@ -51,7 +52,7 @@ void HostMessage::end(std::chrono::milliseconds timeout) {
     error = as_dist_error(std::current_exception());
   }
   message_.reset();
-  complete(error);
+  complete({error, peer_, -1, now_ns()});  // when its partner came nobody tells: all the time was for him
 }
 
 }  // namespace torchtp::backend

@@ -5,13 +5,13 @@
 
 #include "backend/dense.h"
 #include "backend/host_links.h"
-#include "backend/work.h"
+#include "backend/message_work.h"
 
 namespace torchtp::backend {
 
 // A user's message between any two ranks of a group of several hosts. It moves by itself, but nobody is told of its
 // end: it is complete when somebody has waited for it, as with gloo.
-class HostMessage : public TorchtpWork {
+class HostMessage : public MessageWork {
  public:
   // `peer` is -1 for any. A default timeout for wait().
   HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpType op, const char* title, const at::Tensor& tensor,

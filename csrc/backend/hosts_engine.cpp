@@ -167,19 +167,19 @@ void HostsEngine::barrier(uint64_t sequence) {
   agree(collectives::fingerprint(sequence, collectives::Kind::kBarrier, 0, at::ScalarType::Undefined));
 }
 
-Engine::WorkPtr HostsEngine::send(const at::Tensor& tensor, int peer, int tag) {
+Engine::MessagePtr HostsEngine::send(const at::Tensor& tensor, int peer, int tag) {
   check_message(tensor, peer, tag, "send");
   return c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::SEND, "torchtp:send", tensor, peer, tag,
                                           milliseconds(timeout_ms_.load()));
 }
 
-Engine::WorkPtr HostsEngine::recv(const at::Tensor& tensor, int peer, int tag) {
+Engine::MessagePtr HostsEngine::recv(const at::Tensor& tensor, int peer, int tag) {
   check_message(tensor, peer, tag, "recv");
   return c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECV, "torchtp:recv", tensor, peer, tag,
                                           milliseconds(timeout_ms_.load()));
 }
 
-Engine::WorkPtr HostsEngine::recv_any(const at::Tensor& tensor, int tag) {
+Engine::MessagePtr HostsEngine::recv_any(const at::Tensor& tensor, int tag) {
   const int anyone = rank_ == 0 ? size_ - 1 : 0;
   check_message(tensor, anyone, tag, "recv");
   return c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECVANYSOURCE, "torchtp:recvAnySource", tensor,
@@ -200,7 +200,7 @@ std::shared_ptr<exchange::Exchange> HostsEngine::make_exchange() {
     if (is_here(r)) indices[r] = places_[r].index;
   }
   const auto post = [links = links_, host = host_, rank = rank_](const at::Tensor& buffer, int peer, int tag,
-                                                                 bool sends) -> WorkPtr {
+                                                                 bool sends) -> c10::intrusive_ptr<c10d::Work> {
     const auto op = sends ? c10d::OpType::SEND : c10d::OpType::RECV;
     return c10::make_intrusive<HostMessage>(links, rank, op, "torchtp:exchange", buffer, peer, tag, host->timeout());
   };

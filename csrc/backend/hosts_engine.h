@@ -45,9 +45,9 @@ class HostsEngine : public Engine {
   void barrier(uint64_t sequence) override;
   void agree(const shm::Fingerprint& fingerprint) override;
 
-  WorkPtr send(const at::Tensor& tensor, int peer, int tag) override;
-  WorkPtr recv(const at::Tensor& tensor, int peer, int tag) override;
-  WorkPtr recv_any(const at::Tensor& tensor, int tag) override;
+  MessagePtr send(const at::Tensor& tensor, int peer, int tag) override;
+  MessagePtr recv(const at::Tensor& tensor, int peer, int tag) override;
+  MessagePtr recv_any(const at::Tensor& tensor, int tag) override;
 
   std::shared_ptr<exchange::Exchange> make_exchange() override;
   std::vector<std::vector<int>> hosts() const override { return hosts_; }

@@ -1,5 +1,6 @@
 #include "backend/hosts_exchange.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/format.h"
@@ -102,7 +103,7 @@ uint64_t HostsExchange::start(std::vector<exchange::Send> sends, std::vector<exc
 }
 
 // Messages from other hosts were sent whole when their ranks started, so waiting for them first holds up nobody.
-void HostsExchange::finish(uint64_t ticket) {
+exchange::LastSender HostsExchange::finish_telling(uint64_t ticket) {
   Pending pending;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -112,7 +113,11 @@ void HostsExchange::finish(uint64_t ticket) {
     pending_.erase(found);
   }
   beyond_.finish(pending.beyond);
-  here_.finish(pending.here);
+  exchange::LastSender last = here_.finish_telling(pending.here);
+  if (last.peer >= 0) {
+    last.peer = static_cast<int>(std::find(indices_.begin(), indices_.end(), last.peer) - indices_.begin());
+  }
+  return last;
 }
 
 }  // namespace torchtp::backend

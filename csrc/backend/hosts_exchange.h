@@ -19,7 +19,8 @@ class HostsExchange : public exchange::Exchange {
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(indices_.size()); }
   uint64_t start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) override;
-  void finish(uint64_t ticket) override;
+  void finish(uint64_t ticket) override { finish_telling(ticket); }
+  exchange::LastSender finish_telling(uint64_t ticket) override;  // knows those of this host
 
  private:
   class Turns;

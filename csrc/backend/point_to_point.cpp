@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "backend/dense.h"
-#include "backend/work.h"
 #include "core/error.h"
 
 namespace torchtp::backend {
@@ -19,13 +18,13 @@ constexpr std::chrono::microseconds kLongestPause{2000};
 }  // namespace
 
 // One send or receive under way. Whoever claims it (a waiter, or the thread that looks after messages) finishes it.
-class Message : public TorchtpWork {
+class Message : public MessageWork {
  public:
   using Post = std::function<shm::Mailbox::Ticket(shm::Mailbox&, void*, size_t)>;
 
   Message(std::shared_ptr<shm::Mailbox> mailbox, std::shared_ptr<std::atomic<bool>> waiting, int rank, c10d::OpType op,
           const char* title, const at::Tensor& tensor, const Post& post)
-      : TorchtpWork(rank, op, title, 0, {tensor}, {tensor}),
+      : MessageWork(rank, op, title, 0, {tensor}, {tensor}),
         mailbox_(std::move(mailbox)),
         waiting_(std::move(waiting)),
         receives_(op != c10d::OpType::SEND),
@@ -33,6 +32,7 @@ class Message : public TorchtpWork {
         ticket_(posted(post)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
+    if (!Work::isCompleted()) begin_wait();
     if (timeout == kNoTimeout && !waiting_->exchange(true)) {
       if (claim()) finish_claimed();
       *waiting_ = false;
@@ -65,7 +65,7 @@ class Message : public TorchtpWork {
   }
 
   void fail(std::exception_ptr error) {
-    if (claim()) end(error);
+    if (claim()) end(std::move(error), {});
   }
 
  private:
@@ -85,17 +85,20 @@ class Message : public TorchtpWork {
 
   void finish_claimed() {
     std::exception_ptr error;
+    shm::Mailbox::Passage passage;
     try {
-      peer_ = mailbox_->wait(ticket_);
+      peer_ = mailbox_->wait(ticket_, &passage);
       const at::NoGradGuard no_grad;
       if (receives_) dense_.store();
     } catch (...) {
       error = std::current_exception();
     }
-    end(error);
+    end(std::move(error), passage);
   }
 
-  void end(std::exception_ptr error) { complete(as_dist_error(std::move(error))); }
+  void end(std::exception_ptr error, const shm::Mailbox::Passage& passage) {
+    complete({as_dist_error(std::move(error)), peer_, static_cast<int64_t>(passage.number), passage.came_ns});
+  }
 
   const std::shared_ptr<shm::Mailbox> mailbox_;
   const std::shared_ptr<std::atomic<bool>> waiting_;
@@ -115,7 +118,7 @@ PointToPoint::PointToPoint(std::shared_ptr<shm::Group> group)
 
 PointToPoint::~PointToPoint() { stop(); }
 
-c10::intrusive_ptr<c10d::Work> PointToPoint::send(const at::Tensor& tensor, int peer, int tag) {
+c10::intrusive_ptr<MessageWork> PointToPoint::send(const at::Tensor& tensor, int peer, int tag) {
   check_peer(peer, "send");
   check_tensor(tensor, "send");
   return add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::SEND, "torchtp:send",
@@ -124,7 +127,7 @@ c10::intrusive_ptr<c10d::Work> PointToPoint::send(const at::Tensor& tensor, int 
                                           }));
 }
 
-c10::intrusive_ptr<c10d::Work> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
+c10::intrusive_ptr<MessageWork> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
   check_peer(peer, "recv");
   check_tensor(tensor, "recv");
   return add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECV, "torchtp:recv",
@@ -133,7 +136,7 @@ c10::intrusive_ptr<c10d::Work> PointToPoint::recv(const at::Tensor& tensor, int 
                                           }));
 }
 
-c10::intrusive_ptr<c10d::Work> PointToPoint::recv_any(const at::Tensor& tensor, int tag) {
+c10::intrusive_ptr<MessageWork> PointToPoint::recv_any(const at::Tensor& tensor, int tag) {
   check_tensor(tensor, "recv");
   return add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECVANYSOURCE,
                                           "torchtp:recvAnySource", tensor,
@@ -148,7 +151,7 @@ void PointToPoint::check_peer(int peer, const char* what) const {
               group_->rank());
 }
 
-c10::intrusive_ptr<c10d::Work> PointToPoint::add(c10::intrusive_ptr<Message> message) {
+c10::intrusive_ptr<MessageWork> PointToPoint::add(c10::intrusive_ptr<Message> message) {
   if (message->advance()) return message;
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->unfinished.push_back(message);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <atomic>
 #include <condition_variable>
 #include <list>
@@ -9,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "backend/message_work.h"
 #include "shm/group.h"
 #include "shm/mailbox.h"
 
@@ -25,9 +24,9 @@ class PointToPoint {
   PointToPoint(const PointToPoint&) = delete;
   PointToPoint& operator=(const PointToPoint&) = delete;
 
-  c10::intrusive_ptr<c10d::Work> send(const at::Tensor& tensor, int peer, int tag);
-  c10::intrusive_ptr<c10d::Work> recv(const at::Tensor& tensor, int peer, int tag);
-  c10::intrusive_ptr<c10d::Work> recv_any(const at::Tensor& tensor, int tag);
+  c10::intrusive_ptr<MessageWork> send(const at::Tensor& tensor, int peer, int tag);
+  c10::intrusive_ptr<MessageWork> recv(const at::Tensor& tensor, int peer, int tag);
+  c10::intrusive_ptr<MessageWork> recv_any(const at::Tensor& tensor, int tag);
   // Unfinished messages fail. Must not be called with Python's lock held.
   void stop();
 
@@ -43,7 +42,7 @@ class PointToPoint {
 
   static void look_after(const std::shared_ptr<State>& state);
 
-  c10::intrusive_ptr<c10d::Work> add(c10::intrusive_ptr<Message> message);
+  c10::intrusive_ptr<MessageWork> add(c10::intrusive_ptr<Message> message);
   void check_peer(int peer, const char* what) const;
 
   std::shared_ptr<shm::Group> group_;

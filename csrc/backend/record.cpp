@@ -7,18 +7,22 @@
 namespace torchtp::backend {
 
 uint64_t Recorder::call(Operation operation) {
-  operation.called_ns = now_ns();
+  if (operation.called_ns == 0) operation.called_ns = now_ns();
+  const auto kind = static_cast<size_t>(operation.kind);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (ring_.size() < kMostOperations) {
-    ring_.push_back(operation);
+  Ring& ring = rings_[kind];
+  if (ring.operations.size() < kMostOperations) {
+    ring.operations.push_back(operation);
   } else {
-    ring_[next_ % kMostOperations] = operation;
+    ring.operations[ring.next % kMostOperations] = operation;
   }
-  return next_++;
+  return ring.next++ * kNumKinds + kind;
 }
 
 Operation* Recorder::find(uint64_t number) {
-  return next_ - number <= kMostOperations ? &ring_[number % kMostOperations] : nullptr;
+  Ring& ring = rings_[number % kNumKinds];
+  const uint64_t place = number / kNumKinds;
+  return ring.next - place <= kMostOperations ? &ring.operations[place % kMostOperations] : nullptr;
 }
 
 void Recorder::start(uint64_t number) {
@@ -30,20 +34,27 @@ void Recorder::start(uint64_t number) {
   }
 }
 
-bool Recorder::end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals) {
-  const int64_t now = now_ns();
-  std::lock_guard<std::mutex> lock(mutex_);
+bool Recorder::note_error(const std::string& error) {
   const bool first = !error.empty() && error_.empty();
   if (first) error_ = error;
+  return first;
+}
+
+Operation* Recorder::close(uint64_t number, const std::string& error) {
   Operation* const operation = find(number);
-  if (operation == nullptr) return first;  // more than the ring holds were called meanwhile
-  operation->ended_ns = now;
-  if (!error.empty()) {
-    operation->state = Operation::State::kFailed;
-    statistics_.add_failed(operation->op, operation->num_bytes);
-    return first;
-  }
-  operation->state = Operation::State::kDone;
+  if (operation == nullptr) return nullptr;  // more than the ring holds were called meanwhile
+  operation->ended_ns = now_ns();
+  operation->state = error.empty() ? Operation::State::kDone : Operation::State::kFailed;
+  if (error.empty()) return operation;
+  statistics_.add_failed(operation->op, operation->num_bytes);
+  return nullptr;
+}
+
+bool Recorder::end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool first = note_error(error);
+  Operation* const operation = close(number, error);
+  if (operation == nullptr) return first;
   if (!arrivals.empty()) {
     const auto last = std::max_element(arrivals.begin(), arrivals.end());
     operation->last_rank = static_cast<int32_t>(last - arrivals.begin());
@@ -51,16 +62,36 @@ bool Recorder::end(uint64_t number, const std::string& error, const std::vector<
     statistics_.add_arrivals(arrivals, operation->last_rank);
   }
   statistics_.add(operation->op, operation->num_bytes, operation->started_ns - operation->called_ns,
-                  now - operation->started_ns, operation->waited_ns);
+                  operation->ended_ns - operation->started_ns, operation->waited_ns);
+  return first;
+}
+
+bool Recorder::end(uint64_t number, const std::string& error, const Meeting& meeting) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool first = note_error(error);
+  Operation* const operation = close(number, error);
+  if (operation == nullptr) return first;
+  operation->number = meeting.number;
+  if (operation->kind == Operation::Kind::kMessage) operation->peer = meeting.partner;
+  if (meeting.waited_ns > 0) {
+    operation->waited_ns = meeting.waited_ns;
+    operation->last_rank = meeting.partner;
+    statistics_.add_wait(identity_.rank, meeting.partner, meeting.waited_ns);
+  }
+  statistics_.add(operation->op, operation->num_bytes, 0, meeting.spent_ns, meeting.waited_ns);
   return first;
 }
 
 std::vector<Operation> Recorder::operations() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (next_ <= kMostOperations) return ring_;
-  const auto oldest = ring_.begin() + static_cast<int64_t>(next_ % kMostOperations);
-  std::vector<Operation> all(oldest, ring_.end());
-  all.insert(all.end(), ring_.begin(), oldest);
+  std::vector<Operation> all;
+  for (const Ring& ring : rings_) {
+    const auto begin = ring.operations.begin(), end = ring.operations.end();
+    const auto oldest =
+        ring.next <= kMostOperations ? begin : begin + static_cast<int64_t>(ring.next % kMostOperations);
+    all.insert(all.end(), oldest, end);
+    all.insert(all.end(), begin, oldest);
+  }
   return all;
 }
 

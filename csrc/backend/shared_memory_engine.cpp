@@ -76,15 +76,15 @@ PointToPoint& SharedMemoryEngine::messages() {
   return *messages_;
 }
 
-Engine::WorkPtr SharedMemoryEngine::send(const at::Tensor& tensor, int peer, int tag) {
+Engine::MessagePtr SharedMemoryEngine::send(const at::Tensor& tensor, int peer, int tag) {
   return messages().send(tensor, peer, tag);
 }
 
-Engine::WorkPtr SharedMemoryEngine::recv(const at::Tensor& tensor, int peer, int tag) {
+Engine::MessagePtr SharedMemoryEngine::recv(const at::Tensor& tensor, int peer, int tag) {
   return messages().recv(tensor, peer, tag);
 }
 
-Engine::WorkPtr SharedMemoryEngine::recv_any(const at::Tensor& tensor, int tag) {
+Engine::MessagePtr SharedMemoryEngine::recv_any(const at::Tensor& tensor, int tag) {
   return messages().recv_any(tensor, tag);
 }
 

@@ -35,9 +35,9 @@ class SharedMemoryEngine : public Engine {
   void monitored_barrier(uint64_t sequence, bool name_all_ranks) override;
   void agree(const shm::Fingerprint& fingerprint) override;
 
-  WorkPtr send(const at::Tensor& tensor, int peer, int tag) override;
-  WorkPtr recv(const at::Tensor& tensor, int peer, int tag) override;
-  WorkPtr recv_any(const at::Tensor& tensor, int tag) override;
+  MessagePtr send(const at::Tensor& tensor, int peer, int tag) override;
+  MessagePtr recv(const at::Tensor& tensor, int peer, int tag) override;
+  MessagePtr recv_any(const at::Tensor& tensor, int tag) override;
 
   std::shared_ptr<exchange::Exchange> make_exchange() override;
   std::vector<std::vector<int>> hosts() const override;

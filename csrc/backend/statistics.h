@@ -19,7 +19,8 @@ class Histogram {
   std::array<uint32_t, 164> buckets_{};  // four for each power of two, up to 18 minutes
 };
 
-// What calls of one kind with messages of one size class have cost this rank.
+// What calls of one kind with messages of one size class have cost this rank. Of messages and halos the total is the
+// time that the program has spent in them: posting and waiting.
 struct Tally {
   const char* op = "";
   int size_class = 0;  // of more than 2^(size_class - 1) and up to 2^size_class bytes; 0: none or one
@@ -47,6 +48,7 @@ class Statistics {
   void add_arrivals(const std::vector<int64_t>& arrivals, int last);
 
   const std::vector<Tally>& tallies() const { return tallies_; }
+  void add_wait(int rank, int late, int64_t ns) { waits_[rank * num_ranks_ + late] += ns; }
   // Nanoseconds that `rank` has waited for `late`, where that one was the last to come.
   int64_t waited(int rank, int late) const { return waits_[rank * num_ranks_ + late]; }
 

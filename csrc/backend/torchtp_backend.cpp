@@ -4,17 +4,19 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
 #include "backend/arguments.h"
 #include "backend/comms_event.h"
 #include "backend/device_work.h"
-#include "backend/dist_error_exchange.h"
 #include "backend/gil.h"
 #include "backend/label.h"
+#include "backend/recorded_exchange.h"
 #include "backend/work.h"
 #include "collectives/call.h"
+#include "core/clock.h"
 #include "core/error.h"
 
 namespace torchtp::backend {
@@ -26,6 +28,21 @@ void check(const Engine& engine) {
   } catch (...) {
     std::rethrow_exception(as_dist_error(std::current_exception()));
   }
+}
+
+// `posting_ns`: what the call itself took.
+void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const MessageEnd& end, int64_t posting_ns) {
+  Meeting meeting;
+  meeting.spent_ns = posting_ns;
+  meeting.partner = end.peer;
+  meeting.number = end.number;
+  if (end.waited_from_ns != 0) {
+    const int64_t now = now_ns();
+    meeting.spent_ns += now - end.waited_from_ns;
+    if (end.came_ns != 0) meeting.waited_ns = std::clamp(end.came_ns, end.waited_from_ns, now) - end.waited_from_ns;
+  }
+  const std::string why = end.error ? message_of(end.error) : "";
+  if (recorder.end(number, why, meeting) && trace != nullptr) trace->dump("error: " + why);
 }
 
 }  // namespace
@@ -50,7 +67,9 @@ TorchtpBackend::~TorchtpBackend() { shutdown(); }
 
 std::shared_ptr<exchange::Exchange> TorchtpBackend::exchange() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!exchange_) exchange_ = std::make_shared<DistErrorExchange>(engine_->make_exchange());
+  if (!exchange_) {
+    exchange_ = std::make_shared<RecordedExchange>(engine_->make_exchange(), recorder_, trace_, getGroupDesc());
+  }
   return exchange_;
 }
 
@@ -311,19 +330,41 @@ void TorchtpBackend::check_open() {
   TORCH_CHECK_WITH(DistBackendError, !closed_, "torchtp: the process group has been shut down");
 }
 
-TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tensor& tensor,
-                                                const std::function<WorkPtr(Engine&)>& on_cpu,
+TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tensor& tensor, const MessageTo& to,
+                                                const std::function<Engine::MessagePtr(Engine&)>& on_cpu,
                                                 const std::function<WorkPtr(Inner&)>& inner) {
   check_open();
   if (const auto backend = inner_for(tensor.device())) return on_device(*backend, op, 0, inner);
-  return remember(on_cpu(*engine_));
+  Operation operation;
+  operation.kind = Operation::Kind::kMessage;
+  operation.op = name_of(op);
+  operation.state = Operation::State::kRunning;
+  operation.asynchronous = true;
+  const Volume volume({tensor});
+  operation.dtype = volume.dtype;
+  operation.num_elements = volume.num_elements;
+  operation.num_bytes = volume.num_bytes;
+  operation.peer = to.peer;
+  operation.tag = to.tag;
+  operation.called_ns = operation.started_ns = now_ns();
+  Engine::MessagePtr work;
+  try {
+    work = on_cpu(*engine_);
+  } catch (const c10::DistBackendError& error) {  // another error is a mistake in arguments: nothing has been called
+    end_message(*recorder_, trace_.get(), recorder_->call(operation), {std::current_exception()}, 0);
+    throw;
+  }
+  const int64_t spent_ns = now_ns() - operation.called_ns;
+  work->observe([recorder = recorder_, trace = trace_, number = recorder_->call(operation),
+                 spent_ns](const MessageEnd& end) { end_message(*recorder, trace.get(), number, end, spent_ns); });
+  return remember(work);
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::send(Tensors& tensors, int peer, int tag) {
   const CommsEvent event(recorder_->identity(), getGroupDesc(), {c10d::OpType::SEND, 0, true, tensors, {}});
   const at::Tensor& tensor = only(tensors, "send");
   return message(
-      c10d::OpType::SEND, tensor, [&](Engine& engine) { return engine.send(tensor, peer, tag); },
+      c10d::OpType::SEND, tensor, {peer, tag}, [&](Engine& engine) { return engine.send(tensor, peer, tag); },
       [&](Inner& inner) { return inner.send(tensors, peer, tag); });
 }
 
@@ -331,7 +372,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::recv(Tensors& tensors, int peer, int tag
   const CommsEvent event(recorder_->identity(), getGroupDesc(), {c10d::OpType::RECV, 0, true, {}, tensors});
   const at::Tensor& tensor = only(tensors, "recv");
   return message(
-      c10d::OpType::RECV, tensor, [&](Engine& engine) { return engine.recv(tensor, peer, tag); },
+      c10d::OpType::RECV, tensor, {peer, tag}, [&](Engine& engine) { return engine.recv(tensor, peer, tag); },
       [&](Inner& inner) { return inner.recv(tensors, peer, tag); });
 }
 
@@ -339,7 +380,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::recvAnysource(Tensors& tensors, int tag)
   const CommsEvent event(recorder_->identity(), getGroupDesc(), {c10d::OpType::RECVANYSOURCE, 0, true, {}, tensors});
   const at::Tensor& tensor = only(tensors, "recv");
   return message(
-      c10d::OpType::RECVANYSOURCE, tensor, [&](Engine& engine) { return engine.recv_any(tensor, tag); },
+      c10d::OpType::RECVANYSOURCE, tensor, {-1, tag}, [&](Engine& engine) { return engine.recv_any(tensor, tag); },
       [&](Inner& inner) { return inner.recvAnysource(tensors, tag); });
 }
 

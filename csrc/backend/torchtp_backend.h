@@ -123,7 +123,12 @@ class TorchtpBackend : public c10d::Backend {
   void announce(std::unique_lock<std::mutex>& lock, const shm::Fingerprint& print, uint64_t number,
                 std::chrono::milliseconds timeout);
   WorkPtr on_device(Inner& backend, c10d::OpType op, uint64_t sequence, const std::function<WorkPtr(Inner&)>& inner);
-  WorkPtr message(c10d::OpType op, const at::Tensor& tensor, const std::function<WorkPtr(Engine&)>& on_cpu,
+  struct MessageTo {
+    int peer;  // -1: from any
+    int tag;
+  };
+  WorkPtr message(c10d::OpType op, const at::Tensor& tensor, const MessageTo& to,
+                  const std::function<Engine::MessagePtr(Engine&)>& on_cpu,
                   const std::function<WorkPtr(Inner&)>& inner);
   // Null where the tensors lie in the CPU's memory.
   DeviceGroup::BackendPtr inner_for(const Plan& plan) const;

@@ -36,14 +36,22 @@ const char* name_of(Operation::State state) {
   return kNames[static_cast<size_t>(state)];
 }
 
+const char* name_of(Operation::Kind kind) {
+  static constexpr const char* kNames[] = {"collective", "message", "halo"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
 void write_operation(std::ostream& out, const std::string& group, const Operation& o) {
-  out << "{\"group\": " << group << ", \"sequence\": " << o.sequence << ", \"op\": \"" << o.op
-      << "\", \"reduce_op\": \"" << o.reduce_op << "\", \"dtype\": \"" << c10::toString(o.dtype)
-      << "\", \"elements\": " << o.num_elements << ", \"bytes\": " << o.num_bytes << ", \"root\": " << o.root
-      << ", \"async\": " << (o.asynchronous ? "true" : "false") << ", \"state\": \"" << name_of(o.state)
-      << "\", \"called_ns\": " << o.called_ns << ", \"started_ns\": " << o.started_ns
-      << ", \"ended_ns\": " << o.ended_ns << ", \"waited_ns\": " << o.waited_ns << ", \"last_rank\": " << o.last_rank
-      << "}\n";
+  out << "{\"group\": " << group << ", \"kind\": \"" << name_of(o.kind) << "\", \"sequence\": " << o.sequence
+      << ", \"op\": \"" << o.op << "\", \"reduce_op\": \"" << o.reduce_op << "\", \"dtype\": \""
+      << c10::toString(o.dtype) << "\", \"elements\": " << o.num_elements << ", \"bytes\": " << o.num_bytes
+      << ", \"root\": " << o.root << ", \"async\": " << (o.asynchronous ? "true" : "false") << ", \"state\": \""
+      << name_of(o.state) << "\", \"called_ns\": " << o.called_ns << ", \"started_ns\": " << o.started_ns
+      << ", \"ended_ns\": " << o.ended_ns << ", \"waited_ns\": " << o.waited_ns << ", \"last_rank\": " << o.last_rank;
+  if (o.kind == Operation::Kind::kMessage) {
+    out << ", \"peer\": " << o.peer << ", \"tag\": " << o.tag << ", \"number\": " << o.number;
+  }
+  out << "}\n";
 }
 
 void write_group(std::ostream& out, const Recorder& recorder) {

@@ -36,6 +36,12 @@ struct Receive {
   std::shared_ptr<Sink> sink;
 };
 
+// Of the receives of an exchange, the one whose sender began last.
+struct LastSender {
+  int peer = -1;         // -1: there is none, or it is not known
+  int64_t began_ns = 0;  // core/clock.h; the sender's word
+};
+
 // Moves slabs between the ranks of one group. All ranks issue the same sequence of start() calls, both sides of a
 // message know its size beforehand, and no message goes to oneself. Messages of zero bytes arrive too.
 class Exchange {
@@ -52,6 +58,10 @@ class Exchange {
   // in ascending order of peer, so that a sum has the same order on every run. Throws torchtp::Error, naming the peer,
   // on a size mismatch, abort, death of a peer or deadline.
   virtual void finish(uint64_t ticket) = 0;
+  virtual LastSender finish_telling(uint64_t ticket) {
+    finish(ticket);
+    return {};
+  }
 };
 
 }  // namespace torchtp::exchange

@@ -5,6 +5,7 @@
 #include <deque>
 #include <unordered_map>
 
+#include "core/clock.h"
 #include "core/format.h"
 #include "core/stream_copy.h"
 #include "shm/ring.h"
@@ -23,6 +24,7 @@ struct alignas(kRingUnit) Header {
   uint64_t num_bytes;
   uint64_t sequence;  // of the message from this rank to that one
   uint64_t ticket;
+  int64_t began_ns;
   uint32_t layout;
 };
 
@@ -54,6 +56,7 @@ struct UnderWay {
   size_t sends_left;
   std::vector<int> receive_order;  // peers, ascending
   size_t received;                 // how many of receive_order are done
+  LastSender last;
 };
 
 }  // namespace
@@ -76,7 +79,7 @@ struct ShmExchange::State {
         size_t room = sizeof(Header);
         std::byte* const place = peer.writer.room(room);
         if (room < sizeof(Header)) return;
-        const Header header{num_bytes, ++peer.sent, message.ticket, message.send.layout};
+        const Header header{num_bytes, ++peer.sent, message.ticket, now_ns(), message.send.layout};
         std::memcpy(place, &header, sizeof(header));
         message.begun = true;
         publish(to, sizeof(header));
@@ -131,6 +134,7 @@ struct ShmExchange::State {
         std::memcpy(&header, place, sizeof(header));
         check(from, message, header);
         message.layout = header.layout;
+        if (header.began_ns > ticket.last.began_ns) ticket.last = {from, header.began_ns};
         message.begun = true;
         consume(from, sizeof(header));
       }
@@ -280,7 +284,7 @@ uint64_t ShmExchange::start(std::vector<Send> sends, std::vector<Receive> receiv
   });
 }
 
-void ShmExchange::finish(uint64_t ticket) {
+LastSender ShmExchange::finish_telling(uint64_t ticket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (state_->tickets.count(ticket) == 0) throw Error(cat("no exchange ", ticket, " is under way"));
@@ -288,7 +292,10 @@ void ShmExchange::finish(uint64_t ticket) {
   Progress progress(*this, ticket);
   group_->wait(Channel::kExchange, progress);
   std::lock_guard<std::mutex> lock(mutex_);
-  state_->tickets.erase(ticket);
+  const auto under_way = state_->tickets.find(ticket);
+  const LastSender last = under_way->second.last;
+  state_->tickets.erase(under_way);
+  return last;
 }
 
 }  // namespace torchtp::exchange

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/clock.h"
 #include "core/format.h"
 #include "core/stream_copy.h"
 #include "shm/ring.h"
@@ -22,6 +23,7 @@ constexpr size_t kPieceBytes = size_t{128} << 10;
 struct alignas(kRingUnit) Header {
   uint64_t num_bytes;
   uint64_t sequence;
+  int64_t began_ns;
   int32_t tag;
 };
 
@@ -32,6 +34,8 @@ struct Outgoing {
   size_t num_bytes;
   size_t done;
   bool begun;
+  Mailbox::Passage passage;
+  bool is_stuck;  // has found no room
 };
 
 struct Posted {  // a receive nobody has answered yet
@@ -44,6 +48,7 @@ struct Posted {  // a receive nobody has answered yet
 
 struct SetAside {
   int32_t tag;
+  Mailbox::Passage passage;
   std::vector<std::byte> bytes;
 };
 
@@ -52,6 +57,7 @@ struct Incoming {
   bool active = false;
   bool wanted = false;
   Mailbox::Ticket ticket = 0;
+  Mailbox::Passage passage;
   int32_t tag = 0;
   std::byte* data = nullptr;
   size_t num_bytes = 0;
@@ -75,6 +81,7 @@ struct Operation {
   size_t num_bytes;
   bool is_send;
   bool done;
+  Mailbox::Passage passage;
 };
 
 }  // namespace
@@ -88,13 +95,14 @@ struct Mailbox::State {
   }
 
   Ticket add(int peer, int32_t tag, size_t num_bytes, bool is_send) {
-    operations[++last_ticket] = {peer, tag, num_bytes, is_send, false};
+    operations[++last_ticket] = {peer, tag, num_bytes, is_send, false, {}};
     return last_ticket;
   }
 
-  void finish(Ticket ticket, int peer) {
+  void finish(Ticket ticket, int peer, const Passage& passage) {
     Operation& operation = operations.at(ticket);
     operation.peer = peer;
+    operation.passage = passage;
     operation.done = true;
   }
 
@@ -106,8 +114,9 @@ struct Mailbox::State {
         peer.writer.begin_message();
         size_t room = sizeof(Header);
         std::byte* const place = peer.writer.room(room);
-        if (room < sizeof(Header)) return;
-        const Header header{message.num_bytes, ++peer.sent, message.tag};
+        if (!has_room(message, room, sizeof(Header))) return;
+        message.passage.number = ++peer.sent;
+        const Header header{message.num_bytes, message.passage.number, now_ns(), message.tag};
         std::memcpy(place, &header, sizeof(header));
         message.begun = true;
         peer.writer.publish(sizeof(header));
@@ -117,16 +126,25 @@ struct Mailbox::State {
         size_t room = std::min(message.num_bytes - message.done, kPieceBytes);
         const size_t wanted = room;
         std::byte* const place = peer.writer.room(room);
-        if (room == 0) return;
+        if (!has_room(message, room, 1)) return;
         const size_t piece = std::min(room, wanted);
         stream_copy(place, message.data + message.done, piece);
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kMailbox);
       }
-      finish(message.ticket, to);
+      finish(message.ticket, to, message.passage);
       peer.outgoing.pop_front();
     }
+  }
+
+  static bool has_room(Outgoing& message, size_t room, size_t least) {
+    if (room < least) {
+      message.is_stuck = true;
+      return false;
+    }
+    if (message.is_stuck && message.passage.came_ns == 0) message.passage.came_ns = now_ns();
+    return true;
   }
 
   static bool fits(const Posted& posted, int peer, int32_t tag) {
@@ -154,6 +172,7 @@ struct Mailbox::State {
     peer.incoming = {};
     Incoming& incoming = peer.incoming;
     incoming.active = true;
+    incoming.passage = {header.sequence, header.began_ns};
     incoming.tag = header.tag;
     incoming.num_bytes = header.num_bytes;
     const auto match =
@@ -164,7 +183,6 @@ struct Mailbox::State {
       incoming.ticket = match->ticket;
       incoming.data = match->data;
       posted.erase(match);
-    } else {
     }
   }
 
@@ -200,9 +218,9 @@ struct Mailbox::State {
       if (incoming.done < incoming.num_bytes) break;
       incoming.active = false;
       if (incoming.wanted) {
-        finish(incoming.ticket, from);
+        finish(incoming.ticket, from, incoming.passage);
       } else {
-        peer.aside.push_back({incoming.tag, std::move(incoming.aside)});
+        peer.aside.push_back({incoming.tag, incoming.passage, std::move(incoming.aside)});
         serve_aside(from);
       }
     }
@@ -220,7 +238,7 @@ struct Mailbox::State {
       }
       check_size(*match, from, message->bytes.size());
       std::copy(message->bytes.begin(), message->bytes.end(), match->data);
-      finish(match->ticket, from);
+      finish(match->ticket, from, message->passage);
       posted.erase(match);
       message = aside.erase(message);
     }
@@ -269,7 +287,8 @@ Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size
   group_->check();
   return guarded([&] {
     const Ticket ticket = state_->add(peer, tag, num_bytes, true);
-    state_->peers[peer].outgoing.push_back({ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false});
+    state_->peers[peer].outgoing.push_back(
+        {ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false, {}, false});
     state_->push(peer);
     return ticket;
   });
@@ -338,12 +357,13 @@ bool Mailbox::is_done(Ticket ticket) {
   });
 }
 
-int Mailbox::wait(Ticket ticket) {
+int Mailbox::wait(Ticket ticket, Passage* passage) {
   Done done(*this, ticket);
   group_->wait(Channel::kMailbox, done);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto operation = state_->operations.find(ticket);
   const int peer = operation->second.peer;
+  if (passage != nullptr) *passage = operation->second.passage;
   state_->operations.erase(operation);
   return peer;
 }

@@ -19,6 +19,14 @@ class Mailbox {
  public:
   using Ticket = uint64_t;
 
+  // Of a message that is done.
+  struct Passage {
+    uint64_t number = 0;  // from that rank to the other, counted from 1
+    // When the partner came to it: of a receive, when the sender began; of a send that found no room, when the receiver
+    // made some, else 0. The sender's word, unchecked.
+    int64_t came_ns = 0;
+  };
+
   explicit Mailbox(std::shared_ptr<Group> group);
   ~Mailbox();
 
@@ -27,7 +35,8 @@ class Mailbox {
   Ticket post_recv(int peer, int32_t tag, void* data, size_t num_bytes);
   Ticket post_recv_any(int32_t tag, void* data, size_t num_bytes);
 
-  int wait(Ticket ticket);      // returns the peer; each ticket is waited for once; throws what the group throws
+  // Returns the peer; each ticket is waited for once; throws what the group throws.
+  int wait(Ticket ticket, Passage* passage = nullptr);
   bool is_done(Ticket ticket);  // makes progress too; the ticket still has to be waited for
 
   void send(int peer, int32_t tag, const void* data, size_t num_bytes) { wait(post_send(peer, tag, data, num_bytes)); }
