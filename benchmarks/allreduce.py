@@ -42,7 +42,8 @@ class Contest:
 
     def measure(self, op: str, num_bytes: int, repeat: int, places: tuple[str, ...]) -> dict[str, list[float]]:
         """Seconds of a call on the slowest rank, by kind; the i-th of all kinds were measured next to each other."""
-        inner = max(1, min(100, (2 << 20) // num_bytes))
+        # Small calls many times: ranks that were woken on one core lose a slice of the scheduler before they part.
+        inner = max(1, min(2000, (4 << 20) // num_bytes))
         runs: dict[str, Callable[[], float]] = {}
         for place in places:
             suffix = "" if place == "private" else "_segment"

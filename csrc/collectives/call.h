@@ -71,7 +71,7 @@ inline void copy_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
 
 // The same into memory that another rank reads next.
 inline void stage_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
-  if (num_bytes != 0) stream_copy(out, in, num_bytes);
+  if (num_bytes != 0) stage_copy(out, in, num_bytes);
 }
 
 // From this on results that are not read first are written past the caches: so much would not stay there, and what is

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -39,5 +41,43 @@ void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) {
 void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) { std::memcpy(out, in, num_bytes); }
 
 #endif
+
+namespace {
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+bool is_intel() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
+bool all_share_a_cache() {
+  const std::string online = first_line("/sys/devices/system/cpu/online");
+  return !online.empty() && online == first_line("/sys/devices/system/cpu/cpu0/cache/index3/shared_cpu_list");
+}
+
+}  // namespace
+
+bool stages_past_caches() {
+  static const bool past = !(is_intel() && all_share_a_cache());
+  return past;
+}
+
+void stage_copy(std::byte* out, const std::byte* in, size_t num_bytes) {
+  if (stages_past_caches()) {
+    stream_copy(out, in, num_bytes);
+  } else {
+    std::memcpy(out, in, num_bytes);
+  }
+}
 
 }  // namespace torchtp

@@ -102,7 +102,7 @@ struct ShmExchange::State {
 
   // By way of memory that stays in the first-level cache: sources may write in small bits, which must not go past it.
   void pack(const Source& source, size_t offset, std::byte* out, size_t num_bytes) {
-    if (num_bytes < kStreamedBytes) return source.read(offset, out, num_bytes);
+    if (num_bytes < kStreamedBytes || !stages_past_caches()) return source.read(offset, out, num_bytes);
     for (size_t done = 0; done < num_bytes; done += scratch.size()) {
       const size_t part = std::min(scratch.size(), num_bytes - done);
       source.read(offset + done, scratch.data(), part);

@@ -128,7 +128,7 @@ struct Mailbox::State {
         std::byte* const place = peer.writer.room(room);
         if (!has_room(message, room, 1)) return;
         const size_t piece = std::min(room, wanted);
-        stream_copy(place, message.data + message.done, piece);
+        stage_copy(place, message.data + message.done, piece);
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kMailbox);
