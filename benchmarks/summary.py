@@ -16,6 +16,7 @@ from benchmarks.common import RESULTS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.summary --write -->\n", "<!-- end of figures -->\n"
+BENCHMARKS = ("train_step", "memory", "exchange", "allreduce", "collectives", "gradients", "dispatch")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -73,14 +74,26 @@ def _figures() -> Iterator[tuple[str, str]]:
     )
 
 
+def _machines() -> Iterator[str]:
+    """A sentence for each machine and day, with the benchmarks that ran there if there are several."""
+    ran: dict[str, list[str]] = {}
+    for name in BENCHMARKS:
+        if (RESULTS / f"{name}.json").exists():
+            where = read(name)["machine"]
+            line = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, {where['date']}"
+            ran.setdefault(line, []).append(name)
+    for line, names in ran.items():
+        yield f"{line}." if len(ran) == 1 else f"{', '.join(names)}: {line}."
+
+
 def text() -> str:
     """The table and where it was measured, as Markdown."""
     lines = ["| measured | |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in _figures())]
-    where = read("train_step")["machine"]
     lines += [
         "",
-        f"Medians; both sides of every ratio side by side in one run. {where['cpu']}, {where['cores']} cores, "
-        f"torch {where['torch']}, {where['date']}. Programs in `benchmarks/`, results in `benchmarks/results/`.",
+        "Medians; both sides of every ratio side by side in one run. "
+        + " ".join(_machines())
+        + " Programs in `benchmarks/`, results in `benchmarks/results/`.",
     ]
     return "\n".join(lines) + "\n"
 
