@@ -45,7 +45,7 @@ $(VENV)/built.stamp: $(sources) $(VENV)/tools.stamp
 	@command -v $(firstword $(CXX)) >/dev/null || { echo 'torchtp needs a C++ compiler: install g++ or clang, or name one: make CXX=...'; exit 1; }
 	@mkdir -p build
 	@$(bin)/python -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . 2>&1 | tee build/build.log \
-	  | sed -unE 's,^ *(\[[0-9]+/[0-9]+\]).* -c [^ ]*/csrc/([^ ]*) .*,  \1 \2,p' || { tail -n 40 build/build.log; exit 1; }
+	  | sed -unE 's,^ *(\[[0-9]+/[0-9]+\]).* -c [^ ]*/(csrc|units)/([^ ]*) .*,  \1 \3,p' || { tail -n 40 build/build.log; exit 1; }
 	@touch $@
 
 env: $(VENV)/tools.stamp  ## make the environment (VENV) with torch and the tools

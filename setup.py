@@ -15,6 +15,9 @@ from setuptools import setup
 
 ROOT = Path(__file__).parent.resolve()
 OLDEST, NEWEST = (2, 11), (2, 15)
+# Of the 20 s that a file of these floors takes to compile, torch's headers are 16: several files are read in one go.
+UNITED = ("backend", "bindings", "gradients", "spatial")
+FILES_A_UNIT = int(os.environ.get("TORCHTP_FILES_A_UNIT", "6"))
 SUPPORTED = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
 
 
@@ -78,6 +81,21 @@ def sources(*suffixes: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
 
 
+def united(folder: Path, paths: list[str]) -> list[str]:
+    """`paths`, but those of a floor above torch's headers as files in `folder` that include FILES_A_UNIT of them each."""
+    single = [path for path in paths if path.split("/")[1] not in UNITED]
+    for floor in UNITED:
+        mine = [path for path in paths if path.split("/")[1] == floor]
+        for start in range(0, len(mine), FILES_A_UNIT):
+            unit = folder / f"{floor}_{start // FILES_A_UNIT}.cpp"
+            text = "".join(f'#include "{path.removeprefix("csrc/")}"\n' for path in mine[start : start + FILES_A_UNIT])
+            if not unit.exists() or unit.read_text() != text:  # a newer file would be compiled again
+                unit.parent.mkdir(parents=True, exist_ok=True)
+                unit.write_text(text)
+            single.append(str(unit.relative_to(ROOT)))
+    return single
+
+
 def build_arguments() -> dict[str, Any]:
     cuda = builds_cuda()  # first: it sets CUDA_HOME, which torch reads when its builder is imported
 
@@ -92,21 +110,25 @@ def build_arguments() -> dict[str, Any]:
         defines += ["-DTORCHTP_CUDA", f'-DTORCHTP_BUILT_FOR_CUDA="{torch.version.cuda}"']
     flags = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-fopenmp"]
     nvcc_flags = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"]
+    place = (
+        ROOT
+        / "build"
+        / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{version}-{'cuda' if cuda else 'cpu'}"
+    )
     extension = (CUDAExtension if cuda else CppExtension)(
         "torchtp._C",
-        sources=sources(".cpp", ".cu") if cuda else sources(".cpp"),
-        depends=sources(".h"),
+        sources=united(place / "units", sources(".cpp")) + (sources(".cu") if cuda else []),
+        depends=sources(".h", ".cpp"),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={"cxx": flags + defines, "nvcc": nvcc_flags + defines},
         extra_link_args=["-fopenmp"],
     )
-    place = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch{version}-{'cuda' if cuda else 'cpu'}"
 
     class Build(BuildExtension):
         def finalize_options(self) -> None:
             super().finalize_options()
             # Objects stay where the next build finds them: an editable install would use a temporary folder.
-            self.build_temp = str(ROOT / "build" / place)
+            self.build_temp = str(place)
 
     return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
 

@@ -25,7 +25,8 @@ def _make(target: str, sanitizer: str) -> Path:
     build = BUILD / sanitizer.replace(",", "-")
     include = Path(torch.__file__).parent / "include"
     done = subprocess.run(
-        ["make", "-s", "-C", HERE, target, f"SANITIZER={sanitizer}", f"BUILD={build}", f"TORCH_INCLUDE={include}"],
+        ["make", "-s", f"-j{os.cpu_count()}", "-C", HERE, target]
+        + [f"SANITIZER={sanitizer}", f"BUILD={build}", f"TORCH_INCLUDE={include}"],
         capture_output=True,
         text=True,
     )

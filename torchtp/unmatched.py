@@ -22,7 +22,8 @@ def of(ranks: Mapping[int, RankTrace]) -> list[str]:
 
 def _of_rank(rank: int, ranks: Mapping[int, RankTrace]) -> Iterator[str]:
     mine = ranks[rank]
-    given: dict[tuple[int, int], list[Message]] = {}  # what a peer has for this rank, by peer and tag
+    sent: dict[tuple[int, int], list[Message]] = {}  # to this rank, by peer and tag
+    asked: dict[tuple[int, int], list[Message]] = {}  # of this rank
     for message in mine.messages:
         if message["state"] == "done":
             continue
@@ -31,14 +32,13 @@ def _of_rank(rank: int, ranks: Mapping[int, RankTrace]) -> Iterator[str]:
             continue
         sends = message["op"] == "send"
         found = None
+        partners = asked if sends else sent
         for peer in peers:
             key = (peer, message["tag"])
-            if sends:
-                key = (~peer, message["tag"])  # apart from what comes from it
-            if key not in given:
-                given[key] = _asked(ranks[peer], rank, key[1]) if sends else _sent(ranks[peer], mine, key[1])
-            if given[key]:
-                found = given[key].pop(0)
+            if key not in partners:
+                partners[key] = _asked(ranks[peer], rank, key[1]) if sends else _sent(ranks[peer], mine, key[1])
+            if partners[key]:
+                found = partners[key].pop(0)
                 break
         if found is None:
             yield f"{_told(mine, message)}: {_lack(message, peers, rank, ranks)}"

@@ -24,6 +24,8 @@ class Dense {
   at::Tensor memory_;
 };
 
+inline std::byte* bytes_of(const at::Tensor& dense) { return static_cast<std::byte*>(dense.data_ptr()); }
+
 // Throws, naming `what`, unless a collective can read and write the tensor: defined, strided, in memory of the CPU or
 // of a CUDA device.
 void check_tensor(const at::Tensor& tensor, const char* what);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/dense.h"
 #include "core/format.h"
 
 namespace torchtp::backend {
@@ -29,8 +30,6 @@ struct Header {
   uint32_t layout;
 };
 
-std::byte* bytes_of(const at::Tensor& buffer) { return reinterpret_cast<std::byte*>(buffer.data_ptr<uint8_t>()); }
-
 at::Tensor make_buffer(size_t num_bytes) {
   return at::empty({static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
 }
@@ -50,11 +49,7 @@ GroupExchange::GroupExchange(const c10::intrusive_ptr<c10d::ProcessGroup>& group
 GroupExchange::GroupExchange(int rank, int size, Post post) : rank_(rank), size_(size), post_(std::move(post)) {}
 
 uint64_t GroupExchange::start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) {
-  uint64_t ticket;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ticket = ++last_ticket_;
-  }
+  const uint64_t ticket = tickets_.next();
   Pending pending;
   std::stable_sort(receives.begin(), receives.end(),
                    [](const exchange::Receive& a, const exchange::Receive& b) { return a.peer < b.peer; });
@@ -89,20 +84,12 @@ uint64_t GroupExchange::start(std::vector<exchange::Send> sends, std::vector<exc
     send.source->read(begun, bytes_of(rest), send.num_bytes - begun);
     give(std::move(rest), send.peer, rest_tag(ticket, send.num_bytes));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  pending_.emplace(ticket, std::move(pending));
+  tickets_.put(ticket, std::move(pending));
   return ticket;
 }
 
 void GroupExchange::finish(uint64_t ticket) {
-  Pending pending;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = pending_.find(ticket);
-    if (found == pending_.end()) throw Error(cat("no exchange ", ticket, " is under way"));
-    pending = std::move(found->second);
-    pending_.erase(found);
-  }
+  Pending pending = tickets_.take(ticket);
   for (Arrival& arrival : pending.arrivals) {
     arrival.first.work->wait();
     Header header;

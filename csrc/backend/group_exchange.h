@@ -3,10 +3,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
-#include <map>
-#include <mutex>
+#include <vector>
 
 #include "exchange/exchange.h"
+#include "exchange/tickets.h"
 
 namespace torchtp::backend {
 
@@ -42,9 +42,7 @@ class GroupExchange : public exchange::Exchange {
   const int rank_;
   const int size_;
   const Post post_;
-  std::mutex mutex_;
-  uint64_t last_ticket_ = 0;
-  std::map<uint64_t, Pending> pending_;
+  exchange::Tickets<Pending> tickets_;
 };
 
 }  // namespace torchtp::backend

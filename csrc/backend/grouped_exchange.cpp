@@ -3,8 +3,8 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <map>
 
-#include "core/format.h"
 #include "exchange/payload_memory.h"
 
 namespace torchtp::backend {
@@ -62,7 +62,7 @@ uint64_t GroupedExchange::start(std::vector<DeviceSend> sends, std::vector<Devic
   if (!group) throw Error("exchange: the process group has been destroyed");
   const std::lock_guard<std::mutex> lock(mutex_);
   auto exchanging = std::make_shared<Exchanging>();
-  exchanging->ticket = ++last_ticket_;
+  exchanging->ticket = under_way_.next();
   exchanging->stream = stream;
   kernels_->enter(stream);
   for (auto& [peer, indices] : messages_by_peer(sends)) {
@@ -93,19 +93,12 @@ uint64_t GroupedExchange::start(std::vector<DeviceSend> sends, std::vector<Devic
   if (groups && any) {
     if (auto work = group->endCoalescing(device_.type())) works = {std::move(work)};
   }
-  under_way_[exchanging->ticket] = exchanging;
+  under_way_.put(exchanging->ticket, exchanging);
   return exchanging->ticket;
 }
 
 std::vector<const std::byte*> GroupedExchange::finish(uint64_t ticket, Stream stream) {
-  std::shared_ptr<Exchanging> exchanging;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = under_way_.find(ticket);
-    if (found == under_way_.end()) throw Error(cat("no exchange ", ticket, " is under way"));
-    exchanging = std::move(found->second);
-    under_way_.erase(found);
-  }
+  const std::shared_ptr<Exchanging> exchanging = under_way_.take(ticket);
   for (const auto& work : exchanging->works) {
     if (work) work->wait();
   }

@@ -2,11 +2,13 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <map>
+#include <memory>
 #include <mutex>
+#include <vector>
 
 #include "exchange/device_exchange.h"
 #include "exchange/halo_device.h"
+#include "exchange/tickets.h"
 
 namespace torchtp::backend {
 
@@ -37,8 +39,7 @@ class GroupedExchange final : public exchange::DeviceExchange {
   const std::shared_ptr<exchange::HaloDevice> kernels_;
   const int rank_, size_;
   std::mutex mutex_;
-  uint64_t last_ticket_ = 0;
-  std::map<uint64_t, std::shared_ptr<Exchanging>> under_way_;
+  exchange::Tickets<std::shared_ptr<Exchanging>> under_way_;
 };
 
 }  // namespace torchtp::backend

@@ -33,11 +33,17 @@ struct HostLinks::Watched {
   c10d::Work& work;
   const Deadline& deadline;
   const std::string& call;
-  const std::string& peer;  // "rank 2"
+  const int peer;  // -1: any
   shm::LongWait long_wait;
   int looks = 0;
   bool late = false;
 };
+
+namespace {
+
+std::string peer_name(int peer) { return peer < 0 ? "a rank" : cat("rank ", peer); }
+
+}  // namespace
 
 HostLinks::HostLinks(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<shm::Group> host, int rank,
                      const std::vector<int>& ranks)
@@ -91,8 +97,7 @@ HostLinks::MessagePtr HostLinks::receive_any(int tag, void* data, size_t num_byt
 
 int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const std::string& call) {
   if (!message->work) return message->peer;  // of no bytes
-  const std::string peer = message->peer < 0 ? "a rank" : cat("rank ", message->peer);
-  Watched watched{*message->work, deadline, call, peer, {host_->whereabouts(), *host_}};
+  Watched watched{*message->work, deadline, call, message->peer, {host_->whereabouts(), *host_}};
   std::list<Watched*>::iterator entry;
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -122,13 +127,14 @@ int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const s
   }
   host_->check();
   if (watched.late) {
-    fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer, " on another host, in ", call,
-             ": its network is down, its host is gone, or it is late"));
+    fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer_name(message->peer),
+             " on another host, in ", call, ": its network is down, its host is gone, or it is late"));
   }
   const std::string told = message->peer < 0 ? "" : told_by(message->peer, kTellTime);
   if (!told.empty()) fail(told);
   if (trouble.empty()) throw Error("the connections to other hosts have been closed");
-  fail(cat("rank ", rank_, " lost the connection to ", peer, " on another host, in ", call, ": ", trouble));
+  fail(cat("rank ", rank_, " lost the connection to ", peer_name(message->peer), " on another host, in ", call, ": ",
+           trouble));
 }
 
 // What a peer told before it ended the connection, if it could.
@@ -171,7 +177,7 @@ void HostLinks::watch() {
     changed_.wait_for(lock, kLook);
     for (Watched* const each : watched_) {
       each->late = each->late || each->deadline.passed();
-      if (++each->looks == kLooksOfLongWait) each->long_wait.tell({each->call, each->peer});
+      if (++each->looks == kLooksOfLongWait) each->long_wait.tell({each->call, peer_name(each->peer)});
       if (each->late || stopping_ || host_->aborted()) each->work.abort();
     }
   }

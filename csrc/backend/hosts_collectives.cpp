@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "backend/dense.h"
 #include "backend/hosts_engine.h"
 #include "collectives/allreduce.h"
 #include "collectives/alltoall.h"
@@ -13,6 +14,7 @@
 #include "collectives/gather.h"
 #include "collectives/scatter.h"
 #include "core/format.h"
+#include "core/interval.h"
 
 namespace torchtp::backend {
 namespace {
@@ -30,8 +32,6 @@ at::Tensor view(std::byte* data, int64_t count, at::ScalarType dtype) {
 at::Tensor view(const std::byte* data, int64_t count, at::ScalarType dtype) {
   return view(const_cast<std::byte*>(data), count, dtype);
 }
-
-std::byte* bytes_of(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.data_ptr()); }
 
 constexpr size_t kSlack = 64;  // of each Scratch::take()
 
@@ -56,7 +56,7 @@ class Scratch {
 
 HostsEngine::Range HostsEngine::part_of(int64_t count, int num_parts, int index) {
   const int64_t line = 64;  // elements: parts begin where vectors do
-  const int64_t most = (count / num_parts + line) / line * line;
+  const int64_t most = ceil_div(ceil_div(count, num_parts), line) * line;
   const int64_t begin = std::min(index * most, count);
   return {begin, std::min(begin + most, count)};
 }

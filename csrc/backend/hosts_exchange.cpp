@@ -1,9 +1,9 @@
 #include "backend/hosts_exchange.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <utility>
-
-#include "core/format.h"
 
 namespace torchtp::backend {
 
@@ -97,21 +97,12 @@ uint64_t HostsExchange::start(std::vector<exchange::Send> sends, std::vector<exc
   Pending pending{0, 0, turns};
   pending.beyond = beyond_.start(std::move(sends_beyond), std::move(receives_beyond));
   pending.here = here_.start(std::move(sends_here), std::move(receives_here));
-  std::lock_guard<std::mutex> lock(mutex_);
-  pending_.emplace(++last_ticket_, std::move(pending));
-  return last_ticket_;
+  return tickets_.put(std::move(pending));
 }
 
 // Messages from other hosts were sent whole when their ranks started, so waiting for them first holds up nobody.
 exchange::LastSender HostsExchange::finish_telling(uint64_t ticket) {
-  Pending pending;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = pending_.find(ticket);
-    if (found == pending_.end()) throw Error(cat("no exchange ", ticket, " is under way"));
-    pending = std::move(found->second);
-    pending_.erase(found);
-  }
+  const Pending pending = tickets_.take(ticket);
   beyond_.finish(pending.beyond);
   exchange::LastSender last = here_.finish_telling(pending.here);
   if (last.peer >= 0) {

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "backend/group_exchange.h"
 #include "exchange/shm_exchange.h"
+#include "exchange/tickets.h"
 
 namespace torchtp::backend {
 
@@ -36,9 +35,7 @@ class HostsExchange : public exchange::Exchange {
   const std::vector<int> indices_;
   exchange::ShmExchange here_;
   GroupExchange beyond_;
-  std::mutex mutex_;
-  uint64_t last_ticket_ = 0;
-  std::map<uint64_t, Pending> pending_;
+  exchange::Tickets<Pending> tickets_;
 };
 
 }  // namespace torchtp::backend

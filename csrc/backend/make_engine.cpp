@@ -14,7 +14,7 @@ namespace {
 
 constexpr auto kLongestSearch = std::chrono::minutes(1);
 
-constexpr char kTrouble[] = "cannot make a process group of several hosts";
+constexpr char kNoHosts[] = "cannot make a process group of several hosts";
 
 std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::vector<std::vector<int>>& hosts,
                                           const shm::GroupOptions& group_options, const EngineOptions& options) {
@@ -22,7 +22,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     return std::find(host.begin(), host.end(), bootstrap.rank()) != host.end();
   });
   std::shared_ptr<shm::Group> group;
-  shm::together(bootstrap, kTrouble, [&] {
+  shm::together(bootstrap, kNoHosts, [&] {
     StoreBootstrap inside = bootstrap.among(*here);
     shm::GroupOptions inside_options = group_options;
     inside_options.called = *here;
@@ -30,7 +30,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     return std::string();
   });
   c10::intrusive_ptr<c10d::Backend> inner;
-  shm::together(bootstrap, kTrouble, [&] {
+  shm::together(bootstrap, kNoHosts, [&] {
     inner = options.make_hosts_group(bootstrap.prefix() + "/hosts");
     return std::string();
   });

@@ -9,7 +9,7 @@ namespace torchtp::backend {
 
 namespace {
 
-constexpr char kTrouble[] = "the store that the ranks of a process group meet at ";
+constexpr char kTheStore[] = "the store that the ranks of a process group meet at ";
 
 }  // namespace
 
@@ -63,11 +63,11 @@ void PatientStore::ask(Step step) {
     state_->changed.notify_all();
     if (state_->changed.wait_for(lock, timeout_, is_done)) {
       if (!state_->error.empty())
-        throw StoreError(cat(kTrouble, "failed: ", state_->error, " (rank 0 or torchrun serves it)"));
+        throw StoreError(cat(kTheStore, "failed: ", state_->error, " (rank 0 or torchrun serves it)"));
       return;
     }
   }
-  throw StoreError(cat(kTrouble, "has not answered for ", in_words(timeout_),
+  throw StoreError(cat(kTheStore, "has not answered for ", in_words(timeout_),
                        ": is the process that serves it (rank 0, or torchrun) stopped or out of reach?"));
 }
 

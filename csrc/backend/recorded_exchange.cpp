@@ -24,6 +24,12 @@ void RecordedExchange::end(uint64_t number, std::exception_ptr error, const Meet
   if (recorder_->end(number, why, meeting) && trace_) trace_->dump("error: " + why);
 }
 
+RecordedExchange::UnderWay RecordedExchange::taken(uint64_t ticket) try {
+  return under_way_.take(ticket);
+} catch (...) {
+  std::rethrow_exception(as_dist_error(std::current_exception()));
+}
+
 uint64_t RecordedExchange::start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) {
   UnderWay under_way{0, 0, bytes_of(sends), bytes_of(receives)};
   Operation operation;
@@ -42,20 +48,12 @@ uint64_t RecordedExchange::start(std::vector<exchange::Send> sends, std::vector<
   }
   under_way.number = recorder_->call(operation);
   under_way.spent_ns = now_ns() - operation.called_ns;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  under_way_.emplace(operation.sequence, under_way);
+  under_way_.put(operation.sequence, under_way);
   return operation.sequence;
 }
 
 void RecordedExchange::finish(uint64_t ticket) {
-  UnderWay under_way;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = under_way_.find(ticket);
-    TORCH_CHECK_WITH(DistBackendError, found != under_way_.end(), "torchtp: no exchange ", ticket, " is under way");
-    under_way = found->second;
-    under_way_.erase(found);
-  }
+  const UnderWay under_way = taken(ticket);
   const CommsEvent event(recorder_->identity(), description_,
                          HaloCall{ticket, under_way.sent_bytes, under_way.received_bytes});
   recorder_->start(under_way.number);

@@ -1,14 +1,13 @@
 #pragma once
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "backend/record.h"
 #include "backend/trace.h"
 #include "exchange/exchange.h"
+#include "exchange/tickets.h"
 
 namespace torchtp::backend {
 
@@ -37,14 +36,14 @@ class RecordedExchange final : public exchange::Exchange {
     int64_t sent_bytes, received_bytes;
   };
 
+  UnderWay taken(uint64_t ticket);
   void end(uint64_t number, std::exception_ptr error, const Meeting& meeting);
 
   const std::shared_ptr<exchange::Exchange> inner_;
   const std::shared_ptr<Recorder> recorder_;
   const std::shared_ptr<Trace> trace_;  // may be null
   const std::string description_;       // of the group
-  std::mutex mutex_;
-  std::map<uint64_t, UnderWay> under_way_;
+  exchange::Tickets<UnderWay> under_way_;
 };
 
 }  // namespace torchtp::backend

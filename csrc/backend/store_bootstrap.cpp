@@ -20,7 +20,7 @@ std::vector<int> numbers(int size) {
 constexpr char kGaveUp[] = "/gave up";
 
 constexpr auto kFirstPause = std::chrono::microseconds(100);
-constexpr auto kLongestPause = std::chrono::milliseconds(10);
+constexpr auto kLastPause = std::chrono::milliseconds(10);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 // Each rank counts its own.
@@ -85,7 +85,7 @@ void StoreBootstrap::wait_for(int rank) {
                   in_words(timeout_), "; rank ", names_[rank_], " waited for it"));
     }
     std::this_thread::sleep_for(pause);
-    pause = std::min<std::chrono::microseconds>(2 * pause, kLongestPause);
+    pause = std::min<std::chrono::microseconds>(2 * pause, kLastPause);
   }
 }
 

@@ -22,6 +22,8 @@ inline Interval intersect(const Interval& a, const Interval& b) {
   return {begin, std::max(begin, std::min(a.end, b.end))};
 }
 
+inline Interval shift(const Interval& interval, int64_t by) { return {interval.begin - by, interval.end - by}; }
+
 inline int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
 inline int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
 

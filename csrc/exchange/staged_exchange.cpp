@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "core/format.h"
 #include "exchange/payload_memory.h"
 
 namespace torchtp::exchange {
@@ -64,20 +63,11 @@ uint64_t StagedExchange::start(std::vector<DeviceSend> sends, std::vector<Device
   }
   exchanging->receives = std::move(receives);
   exchanging->host_ticket = host()->start(std::move(out), std::move(in));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  under_way_[++last_ticket_] = std::move(exchanging);
-  return last_ticket_;
+  return under_way_.put(std::move(exchanging));
 }
 
 std::vector<const std::byte*> StagedExchange::finish(uint64_t ticket, Stream stream) {
-  std::shared_ptr<Exchanging> exchanging;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = under_way_.find(ticket);
-    if (found == under_way_.end()) throw Error(cat("no exchange ", ticket, " is under way"));
-    exchanging = std::move(found->second);
-    under_way_.erase(found);
-  }
+  const std::shared_ptr<Exchanging> exchanging = under_way_.take(ticket);
   host()->finish(exchanging->host_ticket);
   device_->enter(stream);
   PayloadTaker taker(*device_, {}, stream);

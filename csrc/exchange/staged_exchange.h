@@ -1,11 +1,12 @@
 #pragma once
 
-#include <map>
-#include <mutex>
+#include <memory>
+#include <vector>
 
 #include "exchange/device_exchange.h"
 #include "exchange/exchange.h"
 #include "exchange/halo_device.h"
+#include "exchange/tickets.h"
 
 namespace torchtp::exchange {
 
@@ -36,9 +37,7 @@ class StagedExchange final : public DeviceExchange {
   const std::shared_ptr<HaloDevice> device_;
   const std::weak_ptr<Exchange> host_;
   const int rank_, size_;
-  std::mutex mutex_;
-  uint64_t last_ticket_ = 0;
-  std::map<uint64_t, std::shared_ptr<Exchanging>> under_way_;
+  Tickets<std::shared_ptr<Exchanging>> under_way_;
 };
 
 }  // namespace torchtp::exchange

@@ -5,7 +5,7 @@
 #include "spatial/avg_pool.h"
 #include "spatial/linear_op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::avg_pool_op {
 namespace {
 
 PoolParams make_params(at::IntArrayRef kernel_size, at::IntArrayRef stride, at::IntArrayRef padding, bool ceil_mode) {
@@ -99,4 +99,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("avg_pool_backward", avg_pool_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::avg_pool_op

@@ -5,7 +5,7 @@
 #include "spatial/batch_norm.h"
 #include "spatial/norm_op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::batch_norm_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -127,4 +127,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("batch_norm_backward", batch_norm_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::batch_norm_op

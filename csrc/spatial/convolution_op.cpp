@@ -5,7 +5,7 @@
 #include "spatial/convolution.h"
 #include "spatial/op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::convolution_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -214,4 +214,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("convolution_backward", convolution_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::convolution_op

@@ -8,6 +8,7 @@
 #include "kernels/depthwise_layer_norm.h"
 #include "spatial/depthwise.h"
 #include "spatial/device.h"
+#include "spatial/factors.h"
 #include "spatial/layer_norm_channels_first.h"
 #include "spatial/slab.h"
 #include "spatial/surroundings.h"
@@ -23,15 +24,6 @@ using kernels::HaloPlanes;
 using kernels::Part;
 using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using Optional = std::optional<at::Tensor>;
-
-at::Tensor numbers(const Optional& tensor, at::ScalarType type) {
-  return tensor ? tensor->to(type).contiguous() : at::Tensor();
-}
-
-template <typename T>
-const T* data_or_null(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
-}
 
 at::Tensor not_kept(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
@@ -107,8 +99,8 @@ Four depthwise_layer_norm_pieces(const at::Tensor& input, const at::Tensor& weig
   TORCH_CHECK_VALUE(fits(x, w, params),
                     "depthwise_layer_norm_pieces: the kernel takes filters with a stride and "
                     "dilation of 1 whose window fits into a block's memory beside 32 positions of all channels");
-  const at::Tensor b = numbers(bias, x.scalar_type());
-  const at::Tensor norm_weight = numbers(norm.weight, at::kFloat), norm_bias = numbers(norm.bias, at::kFloat);
+  const at::Tensor b = factors(bias, x.scalar_type());
+  const at::Tensor norm_weight = factors(norm.weight, at::kFloat), norm_bias = factors(norm.bias, at::kFloat);
   DepthwiseOutput output = depthwise_output(x, w, params, cuts);
   output.params.channels_last = true;  // an empty shard does not say so
   Surroundings surroundings(x, format, cuts, output.wanted);

@@ -6,7 +6,7 @@
 #include "spatial/depthwise_layer_norm.h"
 #include "spatial/op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::depthwise_layer_norm_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -142,4 +142,4 @@ TORCH_LIBRARY_IMPL(torchtp, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(torchtp, Meta, m) { m.impl("depthwise_layer_norm", depthwise_layer_norm_meta); }
 TORCH_LIBRARY_IMPL(torchtp, Autograd, m) { m.impl("depthwise_layer_norm", depthwise_layer_norm_autograd); }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::depthwise_layer_norm_op

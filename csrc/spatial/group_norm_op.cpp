@@ -5,7 +5,7 @@
 #include "spatial/group_norm.h"
 #include "spatial/norm_op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::group_norm_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -114,4 +114,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("group_norm_backward", group_norm_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::group_norm_op

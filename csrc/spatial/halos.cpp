@@ -17,8 +17,6 @@
 namespace torchtp::spatial {
 namespace {
 
-Interval shift(const Interval& interval, int64_t by) { return {interval.begin - by, interval.end - by}; }
-
 std::vector<at::Tensor> defined(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> out;
   for (const at::Tensor& tensor : tensors) {

@@ -5,7 +5,7 @@
 #include "spatial/interpolate.h"
 #include "spatial/linear_op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::interpolate_op {
 namespace {
 
 at::Tensor interpolate_kernel(const at::Tensor& input, const std::string& mode, at::IntArrayRef output_size,
@@ -89,4 +89,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("interpolate_backward", interpolate_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::interpolate_op

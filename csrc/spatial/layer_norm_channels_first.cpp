@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/layer_norm.h"
+#include "spatial/factors.h"
 #include "spatial/layer_norm_cuda.h"
 #include "spatial/norm.h"
 #include "spatial/slab.h"
@@ -35,21 +36,6 @@ at::Tensor atens_factors(const at::Tensor& x, const Optional& numbers, double ot
 
 at::Tensor channels_inner(const at::Tensor& x) { return x.movedim(1, -1); }
 at::Tensor channels_first(const at::Tensor& x) { return x.movedim(-1, 1); }
-
-kernels::LayerNormParams params_of(const at::Tensor& x) {
-  kernels::LayerNormParams params{x.size(0), x.size(1), 1};
-  for (int64_t dim = 2; dim < x.dim(); ++dim) params.inner *= x.size(dim);
-  return params;
-}
-
-at::Tensor factors(const Optional& numbers, at::ScalarType type) {
-  return numbers ? numbers->to(type).contiguous() : at::Tensor();
-}
-
-template <typename T>
-const T* data_or_null(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
-}
 
 std::vector<int64_t> position_sizes(const at::Tensor& x) {
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -76,7 +62,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first(const a
   const at::Tensor y = at::empty_like(x), mean = at::empty(position_sizes(x), x.options().dtype(type)),
                    rstd = at::empty_like(mean);
   const at::Tensor w = factors(weight, type), b = factors(bias, type);
-  const auto params = params_of(x);
+  const auto params = layer_norm_params(x);
   AT_DISPATCH_V2(x.scalar_type(), "layer_norm_channels_first", AT_WRAP([&] {
                    using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
                    at::parallel_for(0, params.num_blocks(), 1, [&](int64_t begin, int64_t end) {
@@ -119,7 +105,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first_backwar
     if (output_mask[2]) grad_bias = like_weight(grad_bias);
     return {grad_input, grad_weight, grad_bias};
   }
-  const auto params = params_of(x);
+  const auto params = layer_norm_params(x);
   const int64_t blocks = params.num_blocks(), parts = std::clamp<int64_t>(blocks / 4, 1, kMaxParts);
   const auto sums = [&](bool wanted) {
     return wanted ? at::zeros({parts, x.size(1)}, x.options().dtype(at::kDouble)) : at::Tensor();

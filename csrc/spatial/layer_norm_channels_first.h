@@ -6,7 +6,15 @@
 #include <optional>
 #include <tuple>
 
+#include "kernels/layer_norm.h"
+
 namespace torchtp::spatial {
+
+inline kernels::LayerNormParams layer_norm_params(const at::Tensor& x) {
+  kernels::LayerNormParams params{x.size(0), x.size(1), 1};
+  for (int64_t dim = 2; dim < x.dim(); ++dim) params.inner *= x.size(dim);
+  return params;
+}
 
 // Layer norm over dim 1 of [N, C, ...], without the two permutations that F.layer_norm needs: (out, mean, rstd), the
 // last two of the input's sizes without dim 1. Local: no cut dim is looked at.

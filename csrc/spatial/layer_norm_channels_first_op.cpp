@@ -6,7 +6,7 @@
 #include "spatial/layer_norm_channels_first.h"
 #include "spatial/norm_op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::layer_norm_channels_first_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -112,4 +112,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("layer_norm_channels_first_backward", layer_norm_channels_first_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::layer_norm_channels_first_op

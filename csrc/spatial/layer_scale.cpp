@@ -10,6 +10,7 @@
 
 #include "kernels/layer_scale.h"
 #include "spatial/device.h"
+#include "spatial/factors.h"
 #include "spatial/norm.h"
 #include "spatial/norm_cuda.h"
 #include "spatial/slab.h"
@@ -23,17 +24,8 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
-constexpr int64_t kUnit = 16;      // elements; a piece of work begins at a multiple of it
-constexpr int64_t kGrain = 16384;  // elements a thread should have at least
-
-at::Tensor factors(const Optional& numbers, at::ScalarType type) {
-  return numbers ? numbers->to(type).contiguous() : at::Tensor();
-}
-
-template <typename T>
-const T* data_or_null(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
-}
+constexpr int64_t kUnit = 16;           // elements; a piece of work begins at a multiple of it
+constexpr int64_t kScaleGrain = 16384;  // elements a thread should have at least
 
 void check(const at::Tensor& x, const Optional& gamma, const Optional& keep) {
   TORCH_CHECK_VALUE(x.dim() >= 2, "layer_scale: branch needs dims [N, C, ...], got ", x.dim());
@@ -72,7 +64,7 @@ at::Tensor apply(const at::Tensor& residual, const at::Tensor& branch, const Opt
                    }
 #endif
                    const int64_t units = (x.numel() + kUnit - 1) / kUnit;
-                   at::parallel_for(0, units, kGrain / kUnit, [&](int64_t begin, int64_t end) {
+                   at::parallel_for(0, units, kScaleGrain / kUnit, [&](int64_t begin, int64_t end) {
                      kernels::layer_scale_cpu(params, channels_last, begin * kUnit, std::min(end * kUnit, x.numel()));
                    });
                  }),

@@ -8,7 +8,7 @@
 #include "spatial/layer_scale.h"
 #include "spatial/op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::layer_scale_op {
 namespace {
 
 using Optional = std::optional<at::Tensor>;
@@ -117,4 +117,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("layer_scale_backward", layer_scale_backward_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::layer_scale_op

@@ -14,7 +14,7 @@
 namespace torchtp::spatial {
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements a thread should have at least
+constexpr int64_t kPoolGrain = 32768;  // elements a thread should have at least
 
 double lowest(at::ScalarType type) {
   if (at::isFloatingType(type)) return -std::numeric_limits<double>::infinity();
@@ -50,7 +50,7 @@ kernels::MaxPoolParams params_of(const PoolGeometry& geometry, const at::Tensor&
 
 template <typename F>
 void for_planes(const kernels::MaxPoolParams& params, const F& f) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, params.outputs));
+  const int64_t grain = std::max<int64_t>(1, kPoolGrain / std::max<int64_t>(1, params.outputs));
   at::parallel_for(0, params.batches * params.channels, grain, f);
 }
 
@@ -95,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolP
     check_cpu(indices);
     indices = indices.contiguous(indices.suggest_memory_format());
     const auto index = index_of(geometry);
-    at::parallel_for(0, indices.numel(), kGrain,
+    at::parallel_for(0, indices.numel(), kPoolGrain,
                      [&, data = indices.mutable_data_ptr<int64_t>()](int64_t begin, int64_t end) {
                        kernels::max_pool_to_global_cpu(data, index, begin, end);
                      });

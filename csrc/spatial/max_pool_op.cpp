@@ -5,7 +5,7 @@
 #include "spatial/max_pool.h"
 #include "spatial/op.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::max_pool_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -199,4 +199,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("max_pool_gather", max_pool_gather_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::max_pool_op

@@ -13,8 +13,8 @@
 namespace torchtp::spatial {
 namespace {
 
-constexpr int64_t kGrain = 32768;   // elements a thread should have at least
-constexpr int64_t kMaxPieces = 16;  // of one batch, where the channels lie innermost
+constexpr int64_t kNormGrain = 32768;  // elements a thread should have at least
+constexpr int64_t kMaxPieces = 16;     // of one batch, where the channels lie innermost
 
 struct Layout {
   explicit Layout(const at::Tensor& x, int64_t batch_stride = 0)
@@ -25,12 +25,12 @@ struct Layout {
   }
   int64_t units() const { return batches * (channels_last ? shape.inner : shape.channels); }
   int64_t grain() const {
-    return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, channels_last ? shape.channels : shape.inner));
+    return std::max<int64_t>(1, kNormGrain / std::max<int64_t>(1, channels_last ? shape.channels : shape.inner));
   }
   // Rows of one batch are reduced in as many pieces, whatever the number of threads.
   int64_t pieces() const {
     if (!channels_last) return 1;
-    return std::clamp<int64_t>(shape.inner * shape.channels / kGrain, 1, kMaxPieces);
+    return std::clamp<int64_t>(shape.inner * shape.channels / kNormGrain, 1, kMaxPieces);
   }
   Interval piece(int64_t index) const { return {shape.inner * index / pieces(), shape.inner * (index + 1) / pieces()}; }
 
@@ -214,5 +214,7 @@ std::tuple<Moments, Numbers> merge_over(const Moments& mine, int64_t count, cons
   const Numbers counts = all.columns(0, 1);
   return {merge(counts, {all.columns(1, numbers), all.columns(1 + numbers, numbers)}), counts.sum_rows()};
 }
+
+#undef TORCHTP_DISPATCH
 
 }  // namespace torchtp::spatial

@@ -119,4 +119,6 @@ void Numbers::write(const at::Tensor& tensor) const {
   }
 }
 
+#undef TORCHTP_DISPATCH
+
 }  // namespace torchtp::spatial

@@ -15,8 +15,6 @@
 namespace torchtp::spatial {
 namespace {
 
-Interval shift(const Interval& interval, int64_t by) { return {interval.begin - by, interval.end - by}; }
-
 using Parts = std::vector<PullPlan::Part>;
 
 // One exchange, in which `sends` are rows of `source`.

@@ -7,7 +7,7 @@
 #include "spatial/op.h"
 #include "spatial/pull.h"
 
-namespace torchtp::spatial {
+namespace torchtp::spatial::pull_op {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -166,4 +166,4 @@ TORCH_LIBRARY_IMPL(torchtp, Autograd, m) {
   m.impl("push_add", push_add_autograd);
 }
 
-}  // namespace torchtp::spatial
+}  // namespace torchtp::spatial::pull_op

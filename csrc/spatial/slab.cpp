@@ -13,9 +13,9 @@ namespace torchtp::spatial {
 namespace {
 
 // What `layout` of a message means: the memory format its payload is contiguous in.
-enum Layout : uint32_t { kContiguous = 0, kChannelsLast = 1, kChannelsLast3d = 2 };
+enum SlabFormat : uint32_t { kContiguous = 0, kChannelsLast = 1, kChannelsLast3d = 2 };
 
-Layout layout_of(const at::Tensor& tensor) {
+SlabFormat layout_of(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return kContiguous;
   return tensor.dim() == 5 ? kChannelsLast3d : kChannelsLast;
 }
@@ -155,7 +155,7 @@ class RowsSink : public exchange::Sink {
   int64_t dim_;
   Interval rows_;
   Blocks blocks_;
-  Layout layout_;
+  SlabFormat layout_;
   at::Tensor foreign_;
 };
 
