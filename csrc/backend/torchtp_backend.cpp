@@ -18,6 +18,7 @@
 #include "collectives/call.h"
 #include "core/clock.h"
 #include "core/error.h"
+#include "core/memory_left.h"
 
 namespace torchtp::backend {
 namespace {
@@ -138,6 +139,8 @@ at::Tensor TorchtpBackend::allocateTensor(long size, at::TensorOptions options) 
     return at::from_blob(
         memory, {size}, [group = engine_->host()](void* pointer) { group->free(static_cast<std::byte*>(pointer)); },
         options);
+  } catch (const OutOfMemory&) {  // ordinary memory would be a promise that nobody can keep
+    std::rethrow_exception(as_dist_error(std::current_exception()));
   } catch (const Error& error) {
     TORCH_WARN_ONCE("torchtp gives ordinary memory instead of shared memory, which costs a copy in collectives: ",
                     error.what());

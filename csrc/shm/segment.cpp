@@ -5,11 +5,20 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <thread>
+
+#include "core/deadline.h"
 #include "core/format.h"
+#include "core/memory_left.h"
 
 namespace torchtp::shm {
 
 namespace {
+
+// Looking at what is left takes some 50 us, as long as taking 1 MB does.
+constexpr size_t kLookEvery = size_t{1} << 20;
+
+constexpr char kOutOfMemory[] = " (is the machine or the container out of memory?)";
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -17,6 +26,31 @@ size_t pages(size_t num_bytes) { return (num_bytes + kPage - 1) / kPage * kPage;
 
 // Everybody's memory, most of it never touched, does not belong in the dump of one rank.
 void keep_out_of_core_dumps(const Mapping& mapping) { madvise(mapping.data(), mapping.num_bytes(), MADV_DONTDUMP); }
+
+// Ranks that take memory one after the other: side by side each would find enough for itself where there is too little
+// for all. The kernel gives the turn back when a process ends. Who is stopped while it has the turn is not waited for.
+class Turn {
+ public:
+  Turn(const Fd& file, std::mutex& threads) : file_(file), threads_(threads) {
+    const Deadline deadline(std::chrono::seconds(10));
+    while (!change(F_WRLCK) && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ~Turn() { change(F_UNLCK); }
+  Turn(const Turn&) = delete;
+
+ private:
+  bool change(short type) {
+    struct flock lock{};
+    lock.l_type = type;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = kMaxRanks;  // the bytes before are those of the ranks (shm/liveness.h)
+    lock.l_len = 1;
+    return fcntl(file_.get(), F_SETLK, &lock) == 0;
+  }
+
+  const Fd& file_;
+  std::lock_guard<std::mutex> threads_;
+};
 
 }  // namespace
 
@@ -92,13 +126,24 @@ std::byte* Segment::heap(int rank) const {
 }
 
 void Segment::reserve(const std::byte* begin, size_t num_bytes) const {
+  if ((taken_unseen_ += num_bytes) < kLookEvery) return take(begin, num_bytes);
+  taken_unseen_ = 0;
+  // Ranks mostly take the same at the same time.
+  if (lack_of_memory(num_bytes * static_cast<size_t>(sizes_.num_ranks)).empty()) return take(begin, num_bytes);
+  const Turn turn(file_, taking_);
+  if (const std::string lack = lack_of_memory(num_bytes); !lack.empty()) {
+    throw OutOfMemory(cat("no memory for ", num_bytes, " bytes of shared memory: ", lack, kOutOfMemory));
+  }
+  take(begin, num_bytes);
+}
+
+void Segment::take(const std::byte* begin, size_t num_bytes) const {
   int code;
   do {
     code = posix_fallocate(file_.get(), begin - mapping_.data(), static_cast<off_t>(num_bytes));
   } while (code == EINTR);
   if (code != 0) {
-    throw Error(cat("no memory for ", num_bytes, " bytes of shared memory: ", std::strerror(code),
-                    " (is the machine or the container out of memory?)"));
+    throw Error(cat("no memory for ", num_bytes, " bytes of shared memory: ", std::strerror(code), kOutOfMemory));
   }
   populate(begin, num_bytes);
 }

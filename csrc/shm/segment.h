@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 
 #include "core/fd.h"
 #include "core/mapping.h"
@@ -36,7 +38,7 @@ class Segment {
   std::byte* heap(int rank) const;
 
   // Takes memory for these bytes of the segment now, so that touching them cannot fail later. Throws when there is
-  // none.
+  // none, also when taking it would have the kernel kill somebody (core/memory_left.h).
   void reserve(const std::byte* begin, size_t num_bytes) const;
   // Gives whole pages back; they read as zero.
   void release(const std::byte* begin, size_t num_bytes) const noexcept;
@@ -48,12 +50,15 @@ class Segment {
     size_t boards, ring_controls, slots, rings, mailboxes, heaps, end;
   };
   static Fd make_file(size_t num_bytes);
+  void take(const std::byte* begin, size_t num_bytes) const;
   void populate(const std::byte* begin, size_t num_bytes) const noexcept;
 
   SegmentSizes sizes_;
   Offsets offsets_;
   Fd file_;
   Mapping mapping_;
+  mutable std::atomic<size_t> taken_unseen_{0};  // bytes since somebody looked at how much the machine has left
+  mutable std::mutex taking_;
 };
 
 }  // namespace torchtp::shm
