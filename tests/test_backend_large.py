@@ -8,25 +8,29 @@ from torchtp.testing import run_ranks
 
 NUMEL = 2**31 + 4099  # of one byte each; no multiple of anything
 HALF = 2**30 + 4099
-PIECE = 64 << 20
+PIECE = 16 << 20
+
+
+PERIOD = 113
+BYTES = torch.arange(PIECE + PERIOD).remainder(PERIOD).to(torch.uint8)
+
+
+def pieces(tensor, *ranks):
+    """The parts of a tensor, and for each what the ranks put there: (i + 5 r) mod 113 in element i, and its sum."""
+    for start in range(0, tensor.numel(), PIECE):
+        part = tensor[start : start + PIECE]
+        phases = [(start + 5 * rank) % PERIOD for rank in ranks]
+        yield part, sum(BYTES[phase : phase + part.numel()] for phase in phases)
 
 
 def fill(tensor, rank):
-    """Element i of rank r becomes (i + 5 r) mod 113, without memory for the indices of all."""
-    for start in range(0, tensor.numel(), PIECE):
-        part = tensor[start : start + PIECE]
-        part.copy_((torch.arange(start, start + part.numel(), dtype=torch.int64) + 5 * rank) % 113)
+    for part, bytes_of_rank in pieces(tensor, rank):
+        part.copy_(bytes_of_rank)
     return tensor
 
 
 def holds(tensor, *ranks):
-    """Whether each element is the sum of what the ranks put there."""
-    for start in range(0, tensor.numel(), PIECE):
-        part = tensor[start : start + PIECE]
-        index = torch.arange(start, start + part.numel(), dtype=torch.int64)
-        if not torch.equal(part.to(torch.int64), sum((index + 5 * rank) % 113 for rank in ranks)):
-            return False
-    return True
+    return all(torch.equal(part, expected) for part, expected in pieces(tensor, *ranks))
 
 
 def zeros(numel):
