@@ -140,6 +140,14 @@ def test_the_convolution_is_kept_if_asked_for_or_for_a_gradient():
     assert_same(wanting[1].grad, dw, "gradient through the convolution's output")
 
 
+def test_torch_func_is_refused_and_leaves_nothing_behind():
+    inputs = _inputs(random.Random(0), 4, [3, 3], [6, 5])
+    others = (*inputs[1:], EPS, False, [1, 1], [1, 1], [1, 1], *NO_CUT)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: OPS.depthwise_layer_norm(x, *others)[0].sum())(inputs[0])
+    assert OPS.depthwise_layer_norm(inputs[0], *others)[1].shape == (0,)  # as before: no graph, nothing kept
+
+
 @pytest.mark.parametrize("missing", [(2,), (3,), (4,), (2, 3, 4)])
 def test_parameters_may_be_missing_and_gradients_unwanted(missing):
     rng = random.Random(1)

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
@@ -30,11 +30,18 @@ inline bool needs_graph_of(const at::Tensor& tensor) {
 }
 inline bool needs_graph_of(const std::optional<at::Tensor>& tensor) { return tensor && needs_graph_of(*tensor); }
 
+// Whether the call is inside of a transform of torch.func.
+inline bool is_transformed() {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  return included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
 // Whether a call with these tensors has to go through its autograd Function, which else would only cost. The Function
-// is also what tells the users of forward derivatives and functorch that there is no rule.
+// is also what tells the users of forward derivatives and torch.func that there is no rule.
 template <typename... Tensors>
 bool needs_graph(const Tensors&... tensors) {
-  return (needs_graph_of(tensors) || ...) || at::functorch::functorchTLSAccessor() != nullptr;
+  return (needs_graph_of(tensors) || ...) || is_transformed();
 }
 
 // The op's own kernel.
