@@ -151,7 +151,22 @@ def _wrong_root():
     _impossible(lambda: dist.group.WORLD.broadcast([torch.ones(3)], options).wait(), "root must be a rank of the group")
 
 
-@pytest.mark.parametrize("case", [_bitwise_float, _average_bool, _wrong_output, _wrong_root])
+def _negative_splits():
+    tensor = torch.ones(4)
+    for splits in ([-1, 5], [2**62, 2**62]):
+        _impossible(lambda splits=splits: dist.all_to_all_single(tensor, tensor, splits, splits), "none negative")
+
+
+def _expanded_in_place():
+    tensor = torch.ones(1).expand(4)
+    for call in (lambda: dist.broadcast(tensor, 1), lambda: dist.reduce(tensor, 0), lambda: dist.all_reduce(tensor)):
+        _impossible(call, "elements of this tensor share memory")
+
+
+CASES = [_bitwise_float, _average_bool, _wrong_output, _wrong_root, _negative_splits, _expanded_in_place]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_what_cannot_be_done_is_refused_and_the_group_goes_on(case):
     run_ranks(case, 2, backend="torchtp")
 

@@ -1,5 +1,6 @@
 #include "backend/dense.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 
 namespace torchtp::backend {
@@ -20,6 +21,13 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
               tensor.layout(), "; make it dense with to_dense()");
   TORCH_CHECK(tensor.device().is_cpu() || tensor.device().is_cuda(), "torchtp ", what,
               " works on CPU and CUDA tensors, got a tensor on ", tensor.device());
+}
+
+void check_in_place(const at::Tensor& tensor, const char* what) {
+  check_tensor(tensor, what);
+  TORCH_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "torchtp ", what,
+              " works in place, and elements of this tensor share memory (sizes ", tensor.sizes(), ", strides ",
+              tensor.strides(), "); pass a clone()");
 }
 
 void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what) {

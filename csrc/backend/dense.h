@@ -30,6 +30,9 @@ inline std::byte* bytes_of(const at::Tensor& dense) { return static_cast<std::by
 // of a CUDA device.
 void check_tensor(const at::Tensor& tensor, const char* what);
 
+// The same for a tensor that some ranks only read and others write: what the writers could not is an error on all.
+void check_in_place(const at::Tensor& tensor, const char* what);
+
 // Throws unless `tensor` has `count` elements of `dtype`.
 void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what);
 

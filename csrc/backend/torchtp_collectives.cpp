@@ -1,4 +1,5 @@
 // The collectives of TorchtpBackend that move bytes: each checks its arguments at the door and says what to run.
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -16,6 +17,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::broadcast(Tensors& tensors, const c10d::
       options.asyncOp, options.timeout,
       [&]() -> Plan {
         const at::Tensor tensor = only(tensors, "broadcast");
+        check_in_place(tensor, "broadcast");
         check_root(options.rootRank, "broadcast");
         const int root = static_cast<int>(options.rootRank);
         return {c10d::OpType::BROADCAST,
@@ -237,10 +239,13 @@ TorchtpBackend::WorkPtr TorchtpBackend::alltoall_base(at::Tensor& output, at::Te
                         " cannot be cut in equal parts for ", getSize(), " ranks; pass split sizes");
             splits.assign(getSize(), rows / getSize());
           }
-          TORCH_CHECK(static_cast<int>(splits.size()) == getSize() &&
-                          std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows,
-                      "torchtp all_to_all_single: ", name, " split sizes must be one for each of the ", getSize(),
-                      " ranks and sum up to its ", rows, " rows, got ", c10::IntArrayRef(splits));
+          const bool possible =
+              static_cast<int>(splits.size()) == getSize() &&
+              std::all_of(splits.begin(), splits.end(), [rows](int64_t each) { return 0 <= each && each <= rows; }) &&
+              std::accumulate(splits.begin(), splits.end(), int64_t{0}) == rows;
+          TORCH_CHECK(possible, "torchtp all_to_all_single: ", name, " split sizes must be one for each of the ",
+                      getSize(), " ranks, none negative, and sum up to its ", rows, " rows, got ",
+                      c10::IntArrayRef(splits));
           return splits;
         };
         const std::vector<int64_t> to = rows_of(input, input_splits, "input");
