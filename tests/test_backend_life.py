@@ -153,3 +153,34 @@ def test_the_death_of_a_rank_whose_worker_lives_is_seen(tmp_path):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(_dies_beside_its_worker, 2, tmp_path / "seen", backend="torchtp", fresh=True)
     assert set(raised.value.failures) == {1}
+
+
+def _calls_of_a_forked_child():
+    """What each call in a child says, and that the rank itself goes on."""
+    calls = (
+        lambda: dist.all_reduce(torch.ones(3)),
+        lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+        lambda: dist.isend(torch.ones(3), 1 - dist.get_rank()).wait(),
+    )
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        for call in calls:
+            try:
+                call()
+            except dist.DistBackendError as error:
+                os.write(writing, f"{error}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        told = pipe.read().splitlines()
+    assert os.waitpid(pid, 0)[1] == 0
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert (tensor == dist.get_world_size()).all()
+    return told
+
+
+def test_a_forked_child_cannot_make_the_calls_of_its_rank():
+    for told in run_ranks(_calls_of_a_forked_child, 2, backend="torchtp"):
+        assert len(told) == 3 and all("was forked from a rank" in error for error in told), told

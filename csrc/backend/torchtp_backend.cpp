@@ -31,6 +31,13 @@ void check(const Engine& engine) {
   }
 }
 
+// Before any lock: one that another thread held when this process was forked is held here for ever.
+void check_not_forked(const Engine& engine) {
+  TORCH_CHECK_WITH(DistBackendError, !engine.host()->is_forked(),
+                   "torchtp: this process was forked from a rank of the process group and is not that rank; make a "
+                   "process group of its own, or have the parent make the call");
+}
+
 // `posting_ns`: what the call itself took.
 void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const MessageEnd& end, int64_t posting_ns) {
   Meeting meeting;
@@ -224,6 +231,7 @@ DeviceGroup::BackendPtr TorchtpBackend::inner_for(const at::Device& device) cons
 TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::milliseconds timeout,
                                                const std::function<Plan()>& make,
                                                const std::function<WorkPtr(Inner&)>& inner) {
+  check_not_forked(*engine_);
   Plan plan;
   DeviceGroup::BackendPtr inner_backend;
   std::exception_ptr refusal;
@@ -329,6 +337,7 @@ void TorchtpBackend::check_root(int64_t root, const char* what) const {
 }
 
 void TorchtpBackend::check_open() {
+  check_not_forked(*engine_);
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_WITH(DistBackendError, !closed_, "torchtp: the process group has been shut down");
 }

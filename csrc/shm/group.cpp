@@ -116,7 +116,7 @@ Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_p
 }
 
 Group::~Group() {
-  if (options_.whereabouts && getpid() == process_) options_.whereabouts->remove(*this);
+  if (options_.whereabouts && !is_forked()) options_.whereabouts->remove(*this);
   leave();
 }
 
@@ -204,14 +204,16 @@ std::byte* Group::heap(int rank) const { return segment_->heap(rank); }
 bool Group::owns(const void* pointer, size_t num_bytes) const { return heap_->owns(pointer, num_bytes); }
 size_t Group::allocated_bytes() const { return heap_->allocated_bytes(); }
 
+bool Group::is_forked() const { return getpid() != process_; }
+
 // A forked child has a copy of the heap's books but the same memory: it must neither take nor give back any.
 std::byte* Group::allocate(size_t num_bytes) {
-  if (getpid() != process_) throw Error("a forked child cannot allocate from the shared heap of its parent's group");
+  if (is_forked()) throw Error("a forked child cannot allocate from the shared heap of its parent's group");
   return heap_->allocate(num_bytes);
 }
 
 void Group::free(std::byte* pointer) {
-  if (getpid() == process_) heap_->free(pointer);
+  if (!is_forked()) heap_->free(pointer);
 }
 
 int64_t Group::heap_offset(const void* pointer, size_t num_bytes) const {
@@ -237,7 +239,7 @@ void Group::fail(const std::string& why) {
 }
 
 void Group::leave() noexcept {
-  if (getpid() == process_) protocol_->leave();  // a forked child is not the rank
+  if (!is_forked()) protocol_->leave();
 }
 
 void Group::set_timeout(milliseconds timeout) { timeout_ms_ = timeout.count(); }

@@ -133,6 +133,8 @@ class Group : public std::enable_shared_from_this<Group> {
   int64_t heap_offset(const void* pointer, size_t num_bytes) const;  // for round(): -1 when not owned
   size_t allocated_bytes() const;
 
+  bool is_forked() const;  // whether this process is a child of the rank: it has the memory, but is not the rank
+
   // Frees all waiters on all ranks; the first cause wins. Never blocks, never throws.
   void abort(const std::string& why) noexcept;
   bool aborted() const noexcept;
