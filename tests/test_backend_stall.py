@@ -101,3 +101,9 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
     monkeypatch.setenv("TORCHTP_TIMEOUT", text)
     with pytest.raises(ValueError, match="TORCHTP_TIMEOUT must be a positive number of seconds"):
         backend.timeout_of(dist.constants.default_pg_timeout)
+
+
+@pytest.mark.parametrize("seconds", [0, -5])
+def test_a_timeout_that_is_not_positive_is_refused(seconds):
+    with pytest.raises(ValueError, match=f"must be positive, not {seconds} s"):
+        backend.timeout_of(datetime.timedelta(seconds=seconds))

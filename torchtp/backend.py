@@ -24,9 +24,11 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
     """The timeout of a group: what `init_process_group` or `new_group` was given, else TORCHTP_TIMEOUT, else 5 minutes.
 
-    torch.distributed passes 30 minutes to say that none was given. Raises ValueError if TORCHTP_TIMEOUT is not a
-    positive number of seconds.
+    torch.distributed passes 30 minutes to say that none was given. Raises ValueError if the timeout is not positive, or
+    TORCHTP_TIMEOUT not a positive number of seconds.
     """
+    if given <= datetime.timedelta(0):
+        raise ValueError(f"the timeout of a process group must be positive, not {given.total_seconds():g} s")
     if given != dist.constants.default_pg_timeout:
         return given
     text = os.environ.get("TORCHTP_TIMEOUT")
