@@ -26,6 +26,11 @@ def rows_of_another(y, z):
     return y
 
 
+def channels(y, z):
+    y[:, :2] += z[:, 2:]
+    return y * y
+
+
 def a_part_of_a_part(y, z):
     part = y[..., 1:-1]
     part.mul_(3)
@@ -95,6 +100,7 @@ GATHERING = {other_shapes, plain_canvas, spectrum}
 CASES = [
     constants,
     rows_of_another,
+    channels,
     a_part_of_a_part,
     the_whole_afterwards,
     a_part_of_what_is_gone,

@@ -25,6 +25,13 @@ CASES = {
     "cat_rows": (lambda x, y: torch.cat([x, y.sin()], 2), [IMAGE, (2, 4, 3, 11)]),
     "stack": (lambda x, y: torch.stack([x, y], 2), [IMAGE, IMAGE]),
     "unbind_channels": (lambda x: x.unbind(1)[2] * x.unbind(1)[0], [IMAGE]),
+    "index_channels": (lambda x: x[:, [2, 1, 0, 2, 3]].sin(), [IMAGE]),
+    "index_select": (lambda x: x.index_select(-3, torch.tensor([3, 3, 0])).sin(), [IMAGE]),
+    "index_put": (
+        lambda x, y: torch.ops.aten.index_put(x, [None, torch.tensor([3, 0])], y).sin(),
+        [IMAGE, (2, 2, 9, 11)],
+    ),
+    "index_add": (lambda x, y: x.sin().index_add(1, torch.tensor([3, 3]), y, alpha=2), [IMAGE, (2, 2, 9, 11)]),
     "flip": (lambda x: x.flip(2, 3) * x, [IMAGE]),
     "roll": (lambda x: x.roll((2, -3), (2, 3)) * x, [IMAGE]),
     "roll_far": (lambda x: x.roll(-8, 3), [IMAGE]),

@@ -24,6 +24,7 @@ CASES = {
     "where": (lambda x, p: torch.where(x > p, x, p).square(), (4, 1, 1)),
     "cat": (lambda x, p: torch.cat([x, p], 1).sin(), (2, 3, 9, 11)),
     "prelu": (lambda x, p: F.prelu(x, p.abs()), (4,)),
+    "embedding": (lambda x, p: F.embedding((x[:, :2] > 0).sum(1), p).permute(0, 3, 1, 2) * x, (3, 4)),
     "made_plain": (lambda x, p: x + F.conv2d(p.sin(), torch.ones(4, 2, 3, 3).double(), padding=1), (1, 2, 9, 11)),
     "pooled": (lambda x, p: F.adaptive_avg_pool2d(x, 1) * p, (4, 1, 1)),
 }

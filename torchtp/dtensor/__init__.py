@@ -4,6 +4,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     adaptive_max_pool,
     convolution,
     fallback,
+    indexing,
     interpolate,
     layer_norm,
     linear,

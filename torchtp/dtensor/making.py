@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.cut import dense_stride, wrap
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.moving import chunk_of
 from torchtp.dtensor.registry import spatial_rule
@@ -44,3 +44,15 @@ def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             begin, end = chunk_of(spec.mesh, axis, local_shape[dim])
             local_shape[dim] = end - begin
     return wrap(op(local_of(tensor), local_shape, *others, **kwargs), spec.mesh, tuple(placements), shape)
+
+
+@spatial_rule("new_empty_strided")
+def new_strided(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Autograd makes one for every write into a part of a tensor; upstream's is whole where the cut is uneven."""
+    tensor, sizes, stride = args[:3]
+    if not is_spatial(tensor) or has_strided_shard(tensor) or tuple(sizes) != tuple(tensor.shape):
+        return passthrough(op, args, kwargs)
+    spec, local = spec_of(tensor), local_of(tensor)
+    placements = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements)
+    made = op(local, local.shape, dense_stride(local.shape, tuple(stride)), **kwargs)
+    return wrap(made, spec.mesh, placements, tensor.shape)
