@@ -1,7 +1,9 @@
 """parallelize: unedited networks train to the parameters of the single device, and stay ordinary modules."""
 
+import abc
 import copy
 import warnings
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from training import assert_same_parameters, loss_of, make_images, make_optimize
 
 import torchtp
 from torchtp.testing import run_ranks
+
+T = TypeVar("T")
 
 
 def _train(axes, network, wrap, output):
@@ -94,6 +98,94 @@ def _outputs(output):
 @pytest.mark.parametrize("output", ["dtensor", "local", "full"])
 def test_full_images_tiles_and_dtensors_go_in(output):
     run_ranks(_outputs, 4, output)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 2).view(2, 1, 1))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale)
+
+
+class AbstractFirst(abc.ABC, Scaled):
+    pass
+
+
+class GenericFirst(Generic[T], Scaled):
+    pass
+
+
+def _other_bases(kind):
+    layout = make_layout({"w": 2})
+    inner = {"abstract": AbstractFirst, "generic": GenericFirst, "script": lambda: torch.jit.script(Scaled())}[kind]
+    models = []
+    for make in (Scaled, inner):
+        torch.manual_seed(4)
+        models.append(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), make(), nn.Conv2d(2, 1, 3, padding=1)).double())
+    single, model = models
+    torchtp.parallelize(model, layout)
+    for each in (single, model):
+        loss_of(each(make_images(0, 2))).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10, msg=name)
+    if kind != "script":
+        torch.testing.assert_close(*(loss_of(each(make_images(1, 2))) for each in (copy.deepcopy(model), model)))
+
+
+@pytest.mark.parametrize("kind", ["abstract", "generic", "script"])
+def test_modules_of_other_classes_than_module_alone(kind):
+    run_ranks(_other_bases, 2, kind)
+
+
+def _replaced():
+    layout = make_layout({"w": 2})
+    single, model = make_network("convnext"), make_network("convnext")
+    torchtp.parallelize(model, layout)
+    for each in (single, model):
+        torch.manual_seed(8 + (layout.group.rank() if each is model else 0))
+        each[3] = nn.Sequential(nn.Conv2d(4, 2, 1), Scaled(), nn.Conv2d(2, 1, 1)).double()
+        loss_of(each(make_images(0, 1))).backward()
+    assert_same_parameters(model, single)
+    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    model[1].drop = nn.Identity()  # nothing to train
+    model[2].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    loss_of(model(make_images(0, 1))).backward()
+    if layout.group.rank() == 1:
+        model[0].bias = nn.Parameter(model[0].bias.detach().clone())
+    with pytest.raises(ValueError, match=r"'0.bias' has replaced another one.*load_state_dict.*\(on rank 1\)"):
+        model(make_images(0, 1))
+
+
+def test_parts_replaced_before_training_are_equal_and_later_refused():
+    run_ranks(_replaced, 2)
+
+
+def _without_shapes():
+    model = nn.Sequential(nn.LazyConv2d(2, 3), nn.BatchNorm2d(2))
+    with pytest.raises(ValueError, match="0.weight has no shape yet: call the module once"):
+        torchtp.parallelize(model, make_layout({"w": 2}))
+
+
+def test_lazy_parameters_are_refused():
+    run_ranks(_without_shapes, 2)
+
+
+def _transformed():
+    model = torchtp.parallelize(make_network("convnext"), make_layout({"w": 2}))
+    images = make_images(0, 1)
+    with pytest.raises(RuntimeError, match="torch.func .* use backward"):
+        torch.func.vmap(model)(images[None])
+    with pytest.raises(RuntimeError, match="torch.jit.trace .* without parallelize"):
+        torch.jit.trace(model, (images,))
+    with pytest.raises(RuntimeError, match="torch.export .* without parallelize"):
+        torch.export.export(model, (images,), strict=False)
+
+
+def test_transforms_are_refused():
+    run_ranks(_transformed, 2)
 
 
 class Nested(nn.Module):

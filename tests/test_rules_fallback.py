@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from models import make_layout
 from rules import W3, check
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -37,6 +40,7 @@ CASES = {
     "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.linspace(-1, 1, 12).double().view(3, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),
     "grid_sample": lambda x: F.grid_sample(x, torch.linspace(-1, 1, 80).double().view(2, 4, 5, 2), align_corners=False),
+    "rrelu": lambda x: F.rrelu(x, 0.25, 0.25, training=True),  # writes its slopes and returns something else
     "index": lambda x: x[:, :, torch.tensor([1, 4])][..., torch.tensor([0, 3, 9])].sin(),
 }
 
@@ -79,6 +83,63 @@ def run_strict():
 
 def test_strict_refuses_a_gather_on_every_rank_in_backward_too():
     run_ranks(run_strict, 2)
+
+
+@torch.library.custom_op("torchtp_test::drifted", mutates_args=())
+def drifted(x: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
+    """An op of a library that knows nothing of DTensors: it mixes all columns."""
+    return x.cumsum(3).roll(rows, 2) * weight.view(-1, 1, 1)
+
+
+@torch.library.custom_op("torchtp_test::drifted_backward", mutates_args=())
+def drifted_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    grad = grad.roll(-rows, 2)
+    return [(grad * weight.view(-1, 1, 1)).flip(3).cumsum(3).flip(3), (grad * x.cumsum(3)).sum((0, 2, 3))]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.rows = inputs
+    ctx.save_for_backward(*tensors)
+
+
+drifted.register_autograd(
+    lambda ctx, grad: (*torch.ops.torchtp_test.drifted_backward(grad, *ctx.saved_tensors, ctx.rows), None),
+    setup_context=_save,
+)
+
+
+class Drifting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.weight = nn.Parameter(torch.linspace(0.1, 0.4, 4))
+
+    def forward(self, x):
+        return self.leave(drifted(self.enter(x), self.weight, 2))
+
+
+def run_op_of_another_library():
+    torch.manual_seed(0)
+    single = Drifting().double()
+    mine = torchtp.parallelize(copy.deepcopy(single), make_layout({"w": 3}), output="full")
+    image = torch.randn(2, 2, 9, 11).double()
+    images = [image.clone().requires_grad_() for _ in range(2)]
+    with torchtp.strict(), pytest.raises(torchtp.GatherError, match="torchtp_test.drifted"):
+        mine(image)
+    with pytest.warns(torchtp.GatherWarning, match="torchtp_test.drifted"):
+        output = mine(images[1])
+    expected = single(images[0])
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    for each in (output, expected):
+        each.square().mean().backward()
+    torch.testing.assert_close(images[1].grad, images[0].grad, rtol=1e-10, atol=1e-10)
+    for parameter, theirs in zip(mine.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_an_op_of_another_library_gathers_with_notice():
+    run_ranks(run_op_of_another_library, 3)
 
 
 def run_writes():

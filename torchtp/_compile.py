@@ -7,6 +7,11 @@ keeps its place by that. Private names of torch stand only here; the same in 2.1
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+
 import torch
 
 EFFECTS = (
@@ -35,3 +40,31 @@ def register() -> None:
 
     for name in EFFECTS:
         _register_effectful_op(getattr(torch.ops.torchtp, name).default, EffectType.ORDERED)
+
+
+@cache
+def leave_eager() -> None:
+    """Have torch.compile never compile what rules do, nor what they call.
+
+    Around a training step it would look at each frame of a backward: they talk to other ranks while it tries them out.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("torchtp.dtensor.", "torchtp.lazy", "torchtp.randomness", "torchtp.leaving")):
+            for value in vars(module).values():
+                for code in _codes_of(value, module.__name__):
+                    eval_frame.set_code_exec_strategy(code, skip)
+
+
+def _codes_of(value: object, module: str) -> Iterator[CodeType]:
+    """The code of a function or of all methods of a class of that module, and of what is defined inside."""
+    if isinstance(value, type) and value.__module__ == module:
+        for member in vars(value).values():
+            yield from _codes_of(getattr(member, "__func__", member), module)
+    elif isinstance(value, FunctionType) and value.__module__ == module:
+        pending = [value.__code__]
+        while pending:
+            code = pending.pop()
+            yield code
+            pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]

@@ -92,6 +92,8 @@ def is_inside() -> bool:
 def prepare(root: nn.Module) -> None:
     """Have the parameters and buffers of all modules under `root` read as Lazy while a parallelized forward runs."""
     for module in root.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # what TorchScript runs meets them plain, as rules do
         names = [*module._parameters, *module._buffers]
         if names and type(module) not in _KEEPS_PLAIN and not issubclass(type(module), _Prepared):
             module.__class__ = _prepared(cast(Any, type(module)), tuple(names))
@@ -115,6 +117,7 @@ def unwrap(value: Any) -> Any:
 class Remade:
     """Marks a class made from a module's own by `remade`; copies and pickles find it again through that one."""
 
+    __slots__ = ()
     _torchtp_made_by: tuple[Callable[..., type], tuple[Any, ...]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,13 +126,15 @@ class Remade:
 
 
 class _Prepared(Remade):
-    pass
+    __slots__ = ()
 
 
 def remade(base: type, marks: tuple[type, ...], members: dict[str, Any], make: Callable[..., type], *args: Any) -> type:
     """A subclass of `base` that looks like it; `make(base, *args)` makes it again in another process."""
-    members = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, **members}
-    made = type(base.__name__, (*marks, base), members)
+    look = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    # The base's layout, whatever it inherits from first (ABC, Generic[T]): else no instance could be given the class.
+    members = {**look, "__slots__": (), "__reduce_ex__": Remade.__reduce_ex__, **members}
+    made = type(base.__name__, (base, *marks), members)
     made._torchtp_made_by = (make, (base, *args))  # type: ignore[attr-defined]
     return made
 

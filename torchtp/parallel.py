@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,13 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchtp import lazy, leaving, randomness
+from torchtp._compile import leave_eager
 from torchtp.agreement import Described
+from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.dtensor.whole import Gather
 from torchtp.gradients import GradientReducer, broadcast_parameters
 from torchtp.layout import Layout
+from torchtp.refusals import refuse_transforms
+from torchtp.structure import Structure
 
 Output = Literal["dtensor", "local", "full"]
 Module = TypeVar("Module", bound=nn.Module)
@@ -54,12 +59,11 @@ def parallelize(
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
     leaving.install()
+    take_custom_ops()
     lazy.prepare(module)
-    object.__setattr__(
-        module,
-        _STATE,
-        _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None),
-    )
+    state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
+    state.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
+    object.__setattr__(module, _STATE, state)
     module.__class__ = _root(type(module))  # type: ignore[assignment]
     return module
 
@@ -97,6 +101,8 @@ class _State:
         self.output = output
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
+        self._structure: Structure | None = None  # as it was when the reducer was made
+        self.equal: dict[int, torch.Tensor] = {}  # by id; what all ranks are known to have alike until then
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
 
@@ -117,17 +123,20 @@ class _State:
         return self._eager(*arguments)
 
     def _run_eagerly(self, *arguments: Any) -> Any:
+        leave_eager()
         with torch.compiler.set_stance("force_eager"):  # what is compiled inside, too
             return self.run(*arguments)
 
     def run(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the images, call `forward`, give its outputs the wanted form."""
+        refuse_transforms()
         if lazy.is_inside():
             return forward(*args, **kwargs)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
         if reducer is not None:
             reducer.prepare()  # a failed backward's messages come before this forward's
         tensors, complaint = self._describe(args, kwargs)
+        complaint = complaint or (self._replaced(module, reducer) if reducer is not None else "")
         note = randomness.fingerprint(self.layout)
         notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None and module.training)
         args, kwargs = self._cut(args, kwargs)
@@ -148,8 +157,29 @@ class _State:
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
             if named:
+                make_equal(module, self.layout, self.equal)  # what has replaced something since `parallelize`
+                lazy.prepare(module)
+                self.equal = {}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
+                self._structure = Structure(module)
         return self._reducer
+
+    def _replaced(self, module: nn.Module, reducer: GradientReducer) -> str:
+        """What is wrong with a module whose parts are others than the reducer was made for."""
+        if self._structure is None or self._structure.still_holds():
+            return ""
+        known = {id(parameter) for parameter in reducer.parameters}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                return (
+                    f"parameter {name!r} has replaced another one, or was added, after the first training step, and "
+                    "would keep this rank's own gradient: call torchtp.parallelize when the module is complete, and "
+                    "write into the parameters it has (load_state_dict without assign=True)"
+                )
+        lazy.prepare(module)
+        self._structure = Structure(module)
+        self._buffered = None
+        return ""
 
     def _have_buffers(self, module: nn.Module) -> list[nn.Module]:
         if self._buffered is None:
@@ -205,6 +235,8 @@ class _State:
 class _Root(lazy.Remade):
     """Marks the class of a parallelized module."""
 
+    __slots__ = ()
+
 
 def _root(base: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(base.forward)
@@ -215,13 +247,18 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
     return lazy.remade(base, (_Root,), {"forward": forward}, _root)
 
 
-def make_equal(module: nn.Module, layout: Layout) -> None:
-    """Broadcast parameters and buffers from the first rank of `layout.group`.
+def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = ()) -> None:
+    """Broadcast parameters and buffers, but those of `known` ids, from the first rank of `layout.group`.
 
     Raises ValueError on all ranks where names, shapes or dtypes differ or a tensor is not on the mesh's kind of device.
     """
-    named = list(_tensors(module))
-    complaint = next(
+    named = [(name, tensor) for name, tensor in _tensors(module) if id(tensor) not in known]
+    complaint = ""
+    for name, tensor in named:
+        if is_lazy(tensor):
+            complaint, named = f"{name} has no shape yet: call the module once before torchtp.parallelize", []
+            break
+    complaint = complaint or next(
         (
             f"{name} lives on {tensor.device}, but the mesh is one of {layout.mesh.device_type} devices: move the "
             f"module with .to({str(layout.device)!r}) first"
@@ -231,7 +268,7 @@ def make_equal(module: nn.Module, layout: Layout) -> None:
         "",
     )
     layout.agreement.check_modules([(name, tensor.shape, tensor.dtype) for name, tensor in named], complaint)
-    if layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
+    if named and layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
         broadcast_parameters(named, layout.group)
 
 

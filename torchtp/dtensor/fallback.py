@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
 from torchtp.dtensor.parts import Put, Take, linked
-from torchtp.dtensor.registry import bound, install_spatial_rules, words
+from torchtp.dtensor.registry import bound, install_custom, install_spatial_rules, words
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_marked, is_spatial, on_first_mark
 from torchtp.dtensor.upstream import (
@@ -32,7 +32,7 @@ LOCAL_UPSTREAM = words(
     abs acos acosh alias asin asinh atan atanh bitwise_not ceil clone conj cos cosh deg2rad detach detach_
     digamma elu empty_like erf erfc erfinv exp exp2 expm1 floor frac full_like gelu is_pinned is_same_size
     isfinite isinf isnan isneginf isposinf leaky_relu lgamma lift_fresh log log10 log1p log2 logical_not logit
-    mish nan_to_num neg new_empty_strided ones_like positive rad2deg
+    mish nan_to_num neg ones_like positive rad2deg
     reciprocal record_stream relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square
     tan tanh trunc zeros_like _to_copy permute transpose t unsqueeze
     """
@@ -47,11 +47,11 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for leaf in leaves:
         if is_spatial(leaf):
             notice.gathering(op, leaf.shape, leaf.dtype)
-    full_args, full_kwargs = pytree.tree_map(_full, (args, kwargs))
+    full_args, full_kwargs = pytree.tree_map(_writable if op._schema.is_mutable else _full, (args, kwargs))
     results = _computed(op, full_args, full_kwargs)
     if op._schema.is_mutable:
         written = _write_back(op, args, kwargs, full_args, full_kwargs)
-        if written is not None and isinstance(results, torch.Tensor):
+        if written is not None and _gives_what_it_wrote(op):
             return written
     cut_results = pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
     if op.is_view and cut is args[0]:
@@ -102,6 +102,11 @@ def _full(leaf: Any) -> Any:
     return leaf
 
 
+def _writable(leaf: Any) -> Any:
+    """Of what is not contiguous some kernels write into a copy."""
+    return _full(leaf).contiguous() if isinstance(leaf, DTensor) else _full(leaf)
+
+
 def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -127,6 +132,12 @@ def _write_back(
         local_of(old).copy_(cut_locally(new, spec.mesh, spec.placements))
         written = old if written is None else written
     return written
+
+
+def _gives_what_it_wrote(op: Op) -> bool:
+    """Whether the op returns the one tensor it writes into; rrelu_with_noise writes its noise and returns another."""
+    returns = op._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,6 +193,11 @@ def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
 
 def _on_spatial_mesh(leaf: Any) -> bool:
     return isinstance(leaf, DTensor) and is_marked(leaf.device_mesh)
+
+
+def take_custom_ops() -> None:
+    """Have ops that other libraries have registered by now gather cut tensors with notice."""
+    install_custom(unruled)
 
 
 on_first_mark(lambda: install_spatial_rules(unruled, LOCAL_UPSTREAM, _on_spatial_mesh))

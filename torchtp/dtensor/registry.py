@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.parts import written
-from torchtp.dtensor.upstream import DTensor, Op
+from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
 
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -20,6 +20,15 @@ SPATIAL_RULES: dict[str, Handler] = {}
 # Composite ops, which are taken apart before DTensor sees them, where their parts would do the wrong thing to a cut one.
 COMPOSITE_RULES: dict[str, Handler] = {}
 _libraries: dict[str, torch.library.Library] = {}
+_custom: set[str] = set()
+# Namespaces of torch and of torchtp itself.
+_OF_TORCH = {
+    "aten", "prim", "prims", "debugprims", "rngprims", "torchtp", "c10d", "c10d_functional", "_c10d_functional",
+    "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem", "streams", "inductor", "_inductor_test", "higher_order",
+    "profiler", "export", "static_runtime", "quantized", "_quantized", "quantization", "quantized_decomposed", "mkldnn",
+    "mkldnn_prepacked", "mkl", "onednn", "prepacked", "sparse", "_test", "debug_mode_ops", "flex_lib", "onnx",
+    "onnx_symbolic", "image", "_native", "_native_aot", "coor", "flex_gemm", "inductor_prims",
+}  # fmt: skip
 
 
 def rule(*names: str) -> Callable[[Handler], Handler]:
@@ -90,6 +99,17 @@ def install_spatial_rules(otherwise: Handler, left: tuple[str, ...], takes: Call
             if handler is None and name[6:].split(".")[0] in left:
                 continue
             install(name, handler or otherwise)
+
+
+def install_custom(otherwise: Handler) -> None:
+    """Install `otherwise` for ops of other libraries, torchvision's or a user's own, where neither says what a DTensor is to them."""
+    find = torch._library.simple_registry.singleton.find
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.split("::")[0] in _OF_TORCH or name in _custom:
+            continue
+        _custom.add(name)
+        if find(name).torch_dispatch_rules.find(DTensor) is None:
+            install(name, lambda op, args, kwargs: (passthrough if is_known(op) else otherwise)(op, args, kwargs))
 
 
 def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]) -> None:

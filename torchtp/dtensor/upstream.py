@@ -33,6 +33,7 @@ __all__ = [
     "Shard",
     "StridedShard",
     "become",
+    "is_known",
     "local_of",
     "make_dtensor",
     "make_spec",
@@ -86,6 +87,13 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Plac
         return local
     target = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return redistribute_local_tensor(local, spec, target)
+
+
+def is_known(op: Op) -> bool:
+    """Whether DTensor has been told how to shard the op, as by `register_sharding`."""
+    propagator = cast(Any, DTensor._op_dispatcher).sharding_propagator
+    tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+    return any(op in getattr(propagator, table, ()) for table in tables)
 
 
 def passthrough(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
