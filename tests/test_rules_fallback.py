@@ -41,6 +41,9 @@ CASES = {
     "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),
     "grid_sample": lambda x: F.grid_sample(x, torch.linspace(-1, 1, 80).double().view(2, 4, 5, 2), align_corners=False),
     "rrelu": lambda x: F.rrelu(x, 0.25, 0.25, training=True),  # writes its slopes and returns something else
+    "fractional_pool": lambda x: F.fractional_max_pool2d(
+        x, 2, (4, 5), _random_samples=torch.full((2, 4, 2), 0.3).double()
+    ),
     "index": lambda x: x[:, :, torch.tensor([1, 4])][..., torch.tensor([0, 3, 9])].sin(),
 }
 

@@ -24,6 +24,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.whole import dense_format
 
 # What upstream does right and without communication when a tensor is cut; everything that is not here, has no rule and
 # meets a cut tensor is gathered.
@@ -96,7 +97,9 @@ def has_strided_shard(leaf: Any) -> bool:
 
 def _full(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
-        return full_of(leaf)
+        full = full_of(leaf)
+        dense = full.is_contiguous() or full.is_contiguous(memory_format=dense_format(full))
+        return full if dense else full.clone()  # uneven parts may leave gaps that kernels do not expect
     if isinstance(leaf, torch.Tensor):
         hand_out(leaf)
     return leaf
