@@ -30,7 +30,8 @@ NO_CUT: tuple[list[int], list[int], list[str]] = ([], [], [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 WINDOWS = [(kernel, 1, 1) for kernel in (3, 4, 5, 7, 13, 31)] + [(kernel, 2, 1) for kernel in (3, 4, 5, 7)]
-WINDOWS += [(3, 1, 2), (4, 1, 2), (9, 1, 2), (5, 1, 3), (7, 1, 3), (3, 2, 2)]
+WINDOWS += [(3, 1, 2), (4, 1, 2), (9, 1, 2), (5, 1, 3), (7, 1, 3), (9, 2, 1), (31, 2, 1), (3, 2, 2), (7, 2, 2)]
+WINDOWS += [(5, 2, 3), (13, 2, 2), (3, 3, 1), (2, 4, 1), (7, 4, 2), (3, 5, 1)]
 # Of the largest value: a rounding of the result, and sums in float32.
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -226,11 +227,11 @@ def test_layer_scale(dtype, layout):
 
 
 def depthwise_case(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
-    channels, kernel, stride = random.randint(1, 9), random.choice([3, 4, 5, 7, 9]), random.choice([1, 2])
+    channels, kernels = random.randint(1, 9), [random.choice([2, 3, 4, 5, 7, 9]) for _ in range(2)]
     dilations = [random.choice([1, 2]) for _ in range(2)]
-    extents = [random.randint(dilation * (kernel - 1) + 1, 20) for dilation in dilations]
-    params = [stride] * 2, [random.randint(0, 4) for _ in range(2)], dilations
-    weight, bias = random_tensor(channels, 1, kernel, kernel, dtype=dtype), random_tensor(channels, dtype=dtype)
+    extents = [random.randint(d * (kernel - 1) + 1, 20) for d, kernel in zip(dilations, kernels, strict=True)]
+    params = random.choice([[1, 1], [2, 2], [2, 1], [3, 4]]), [random.randint(0, 4) for _ in range(2)], dilations
+    weight, bias = random_tensor(channels, 1, *kernels, dtype=dtype), random_tensor(channels, dtype=dtype)
     return (
         lambda t, w, b: OPS.convolution(t, w, b, *params, False, [0, 0], channels, *NO_CUT),
         lambda t, w, b: F.conv2d(t, w, b, *params, channels),

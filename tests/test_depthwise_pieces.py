@@ -18,9 +18,9 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def _window(rng: random.Random) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Kernel, stride, padding, dilation of both dims: those with fast programs, and others."""
+    """Kernel, stride, padding, dilation of both dims: those with programs of their own, and others."""
     kernel = rng.choice([[3, 3], [5, 5], [7, 7], [7, 7], [9, 9], [4, 4], [3, 6], [1, 1]])
-    stride = rng.choice([[1, 1], [1, 1], [2, 2], [3, 2]])
+    stride = rng.choice([[1, 1], [1, 1], [2, 2], [2, 2], [3, 2], [1, 4]])
     dilation = rng.choice([[1, 1], [1, 1], [2, 1], [2, 3]])
     return kernel, stride, [rng.randint(0, k // 2 + 1) for k in kernel], dilation
 
@@ -105,3 +105,11 @@ def _narrow() -> None:
 
 def test_shards_of_one_row_or_none():
     run_ranks(_narrow, 4, backend="torchtp")
+
+
+def test_windows_beyond_a_block_are_refused():
+    x = torch.zeros(1, 2, 8, 40)
+    for kernel, stride in (([3, 3], [1, 5]), ([3, 32], [1, 1])):
+        args = x, torch.zeros(2, 1, *kernel), None, stride, [1, 1], [1, 1], [], [], []
+        with pytest.raises(ValueError, match=r"depthwise: kernels go up to 31 and strides up to 4 .* takes all"):
+            OPS.depthwise(*args)

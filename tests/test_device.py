@@ -66,6 +66,7 @@ x, w, b, g = device(2, 4, 9, 8), device(4, 1, 7, 7), device(4), device(4)
 print(launches(lambda: ops.convolution(x, w, b, [1, 1], [3, 3], [1, 1], False, [0, 0], 4, *cut)))
 print(launches(lambda: ops.convolution(x, w, b, [2, 2], [3, 3], [1, 1], False, [0, 0], 4, *cut)))
 print(launches(lambda: ops.convolution(x, w, b, [1, 1], [6, 6], [2, 2], False, [0, 0], 4, *cut)))
+print(launches(lambda: ops.convolution(x, w[..., :4, :], b, [2, 3], [6, 6], [1, 2], False, [0, 0], 4, *cut)))
 print(launches(lambda: ops.layer_norm_channels_first(x, g, b, 1e-5)[0]))
 last = torch.randn(2, 4, 9, 8).contiguous(memory_format=torch.channels_last).to(pretended.DEVICE).requires_grad_()
 for image in (last, x):
@@ -84,6 +85,6 @@ def test_each_op_takes_as_many_launches_as_it_says(library):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [tuple(map(int, line.strip("()").split(","))) for line in done.stdout.splitlines()]
-    # Depthwise, strided or dilated too: one; dx, dw in two. Layer norm: one; dx, and the sums. Both of them: in one launch, channels last.
+    # Depthwise, any window: one; dx, dw in two. Layer norm: one; dx, and the sums. Both of them: in one launch, channels last.
     # Norms: moments, apply; dots, combine. Layer scale: one; both gradients, in one.
-    assert found == [(1, 3), (1, 3), (1, 3), (1, 2), (1, 5), (2, 5), (2, 2), (2, 2), (1, 1), (1, 1)]
+    assert found == [(1, 3), (1, 3), (1, 3), (1, 3), (1, 2), (1, 5), (2, 5), (2, 2), (2, 2), (1, 1), (1, 1)]

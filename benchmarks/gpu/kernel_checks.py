@@ -31,6 +31,8 @@ ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Kernel, stride, dilation.
 WINDOWS = [(7, 1, 1), (3, 1, 1), (5, 1, 1), (3, 2, 1), (5, 2, 1), (7, 2, 1), (13, 1, 1), (31, 1, 1), (4, 1, 1)]
 WINDOWS += [(3, 1, 2), (7, 1, 3), (13, 1, 2)]
+# Kernel, stride and dilation as numbers of the program.
+WINDOWS += [(9, 2, 1), (31, 2, 1), (4, 2, 1), (3, 2, 2), (7, 2, 3), (5, 4, 1)]
 Run = Callable[[random.Random, torch.device], dict[str, tuple[Tensor, Tensor]]]
 
 

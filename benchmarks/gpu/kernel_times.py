@@ -265,6 +265,7 @@ def bucket(part: Part, flat_kind: str) -> dict[str, Any]:
 WINDOWS = {
     "depthwise 3x3, stride 2": (3, 2, 1, 1.25, 2.5),
     "depthwise 7x7, stride 2": (7, 2, 1, 1.25, 2.5),
+    "depthwise 13x13, stride 2": (13, 2, 1, 1.25, 2.5),
     "depthwise 3x3, dilation 2": (3, 1, 2, 2, 4),
     "depthwise 7x7, dilation 3": (7, 1, 3, 2, 4),
 }

@@ -53,7 +53,7 @@ std::array<Regions, 2> depthwise_regions(const DepthwiseParams& params, const Ha
 template <typename T>
 void depthwise_cpu(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
                    Part part, size_t most_shared) {
-  run_depthwise(RunOnHost{most_shared}, in, weight, bias, out, params, part, false);
+  run_depthwise(RunOnHost{most_shared}, in, weight, bias, out, params, part);
 }
 
 template <typename T>

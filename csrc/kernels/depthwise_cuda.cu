@@ -9,7 +9,7 @@ namespace torchtp::kernels {
 template <typename T>
 void launch_depthwise(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out, const DepthwiseParams& params,
                       Part part, cudaStream_t stream) {
-  run_depthwise(RunOnDevice{"depthwise", stream}, in, weight, bias, out, params, part, false);
+  run_depthwise(RunOnDevice{"depthwise", stream}, in, weight, bias, out, params, part);
 }
 
 template <typename T>

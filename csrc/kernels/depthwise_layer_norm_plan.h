@@ -9,10 +9,8 @@ namespace torchtp::kernels {
 template <typename T, typename Run>
 void run_depthwise_layer_norm(const Run& run, const HaloPlanes<T>& in, const DepthwiseLayerNormArgs<T>& args,
                               const DepthwiseParams& params, Part part) {
-  const HaloPlanes<T> seen = seen_by(part, in);
   const auto is = [&](int32_t kernel) { return params.y.kernel == kernel && params.x.kernel == kernel; };
-  for (const Regions& regions : depthwise_regions(params, in, part, false)) {
-    if (params.batches * params.channels * regions.area() == 0) continue;
+  for_each_region(in, params, part, false, [&](const HaloPlanes<T>& seen, const Regions& regions) {
     const auto go = [&](auto program) {
       run.program(decltype(program)::make(seen, args, params, regions, run.most_shared));
     };
@@ -25,7 +23,7 @@ void run_depthwise_layer_norm(const Run& run, const HaloPlanes<T>& in, const Dep
     } else {
       go(DepthwiseLayerNorm<T, 0>{});
     }
-  }
+  });
 }
 
 }  // namespace torchtp::kernels

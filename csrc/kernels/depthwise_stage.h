@@ -23,12 +23,26 @@ struct Steps {
   int32_t y = 1, x = 1;
 };
 
+// A row of a planar tile in strands: columns that are `count` apart lie side by side, so that outputs which are that
+// many columns apart read neighbours.
+struct Strands {
+  int32_t count = 1, pitch = 0;
+  int32_t over_count = 1 << 16;  // 1 / count in units of 2^-16, rounded up
+
+  // column / count, for the columns of a tile.
+  TORCHTP_HOST_DEVICE int32_t along(int32_t column) const { return (column * over_count) >> 16; }
+  TORCHTP_HOST_DEVICE int32_t place(int32_t column) const {
+    return (column - along(column) * count) * pitch + along(column);
+  }
+};
+
 // A tile in shared memory: planes of `rows` x `columns`, rows `pitch` apart; or interleaved, [rows][columns][kLanes].
 struct StageShape {
   int32_t planes, rows, columns, pitch;
   int32_t log_row_threads;  // of the threads that copy a row together
   bool fours;               // loads_four
   Steps steps;
+  Strands strands = {};
 
   TORCHTP_HOST_DEVICE int32_t planar_floats() const { return planes * rows * pitch; }
   TORCHTP_HOST_DEVICE int32_t interleaved_floats() const { return rows * columns * kLanes; }
@@ -42,8 +56,16 @@ inline StageShape stage_shape(int32_t planes, int32_t rows, int32_t columns, int
   return {planes, rows, columns, pitch, log < 5 ? log : 5, fours, steps};
 }
 
+// In strands of `strand_pitch` floats.
+inline StageShape stranded_shape(int32_t planes, int32_t rows, int32_t columns, int32_t count, int32_t strand_pitch,
+                                 bool fours, Steps steps) {
+  StageShape shape = stage_shape(planes, rows, columns, count * strand_pitch, fours, steps);
+  shape.strands = {count, strand_pitch, ((1 << 16) + count - 1) / count};
+  return shape;
+}
+
 // Channels first: planes [first_plane, first_plane + planes) of num_planes, from input row y0 and column x0 on.
-template <int kThreads, typename T>
+template <int kThreads, bool kInStrands = false, typename T>
 TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                       int64_t num_planes, int32_t y0, int32_t x0, int thread, float* tile) {
   const bool fours = shape.fours && shape.steps.x == 1;
@@ -67,7 +89,8 @@ TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape&
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int32_t column = v + i - shift;
-        if (column >= 0 && column < shape.columns) tile[row * shape.pitch + column] = four[i];
+        if (column < 0 || column >= shape.columns) continue;
+        tile[row * shape.pitch + (kInStrands ? shape.strands.place(column) : column)] = four[i];
       }
     }
   }
@@ -98,7 +121,7 @@ TORCHTP_HOST_DEVICE void stage_interleaved(const HaloPlanes<T>& in, const StageS
 }
 
 // Channels last, but planar in shared memory: few channels of large tiles.
-template <int kThreads, typename T>
+template <int kThreads, bool kInStrands = false, typename T>
 TORCHTP_HOST_DEVICE void stage_planar_from_last(const HaloPlanes<T>& in, const StageShape& shape, int64_t n, int32_t c0,
                                                 int32_t y0, int32_t x0, int thread, float* tile) {
   for (int32_t i = thread; i < shape.planes * shape.rows * shape.columns; i += kThreads) {
@@ -106,7 +129,7 @@ TORCHTP_HOST_DEVICE void stage_planar_from_last(const HaloPlanes<T>& in, const S
     const int32_t row = pixel / shape.columns, column = pixel - row * shape.columns;
     const int32_t y = y0 + row * shape.steps.y, x = x0 + column * shape.steps.x;
     const float value = c0 + q < in.channels ? in.template at<true>(n, c0 + q, y, x) : 0;
-    tile[(q * shape.rows + row) * shape.pitch + column] = value;
+    tile[(q * shape.rows + row) * shape.pitch + (kInStrands ? shape.strands.place(column) : column)] = value;
   }
 }
 

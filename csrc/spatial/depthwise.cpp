@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "kernels/depthwise.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "spatial/convolution_geometry.h"
@@ -94,22 +96,19 @@ DepthwiseParams params_of(const at::Tensor& input, at::IntArrayRef out_sizes, co
           input.suggest_memory_format() == at::MemoryFormat::ChannelsLast};
 }
 
-bool is_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  return has_cuda_kernels(input) && input.dim() == 4 && weight.scalar_type() == input.scalar_type() &&
-         !params.transposed && params.groups == input.size(1) && weight.size(0) == input.size(1) &&
-         weight.size(1) == 1 && weight.size(2) <= 31 && weight.size(3) <= 31;
+// Whether a block of any device has room for the window.
+bool has_programs(const at::Tensor& weight, const ConvolutionParams& params) {
+  const auto most = [](at::IntArrayRef numbers) { return *std::max_element(numbers.begin(), numbers.end()); };
+  return most(weight.sizes().slice(2)) <= kernels::kMostDepthwiseKernel &&
+         most(params.stride) <= kernels::kMostDepthwiseStride;
 }
 
 }  // namespace
 
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  if (!is_depthwise(input, weight, params)) return false;
-  const auto all = [](const std::vector<int64_t>& numbers, int64_t value) {
-    return numbers[0] == value && numbers[1] == value;
-  };
-  const int64_t kernel = weight.size(2);
-  const bool tiled = kernel == weight.size(3) && (kernel == 3 || kernel == 5 || kernel == 7);
-  return all(params.stride, 1) || (tiled && all(params.stride, 2) && all(params.dilation, 1));
+  return has_cuda_kernels(input) && input.dim() == 4 && weight.scalar_type() == input.scalar_type() &&
+         !params.transposed && params.groups == input.size(1) && weight.size(0) == input.size(1) &&
+         weight.size(1) == 1 && has_programs(weight, params);
 }
 
 DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
@@ -180,15 +179,19 @@ std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_out
 
 namespace {
 
-ConvolutionParams op_params(const at::Tensor& input, at::IntArrayRef stride, at::IntArrayRef padding,
-                            at::IntArrayRef dilation) {
-  return {stride.vec(), padding.vec(), dilation.vec(), {0, 0}, false, input.size(1)};
+ConvolutionParams op_params(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+                            at::IntArrayRef padding, at::IntArrayRef dilation) {
+  ConvolutionParams params{stride.vec(), padding.vec(), dilation.vec(), {0, 0}, false, input.size(1)};
+  TORCH_CHECK_VALUE(has_programs(weight, params), "depthwise: kernels go up to ", kernels::kMostDepthwiseKernel,
+                    " and strides up to ", kernels::kMostDepthwiseStride, " in each dim, but these are ",
+                    weight.sizes().slice(2), " and ", stride, "; torchtp::convolution takes all");
+  return params;
 }
 
 at::Tensor depthwise_op(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                         at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                         at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  return depthwise(input, weight, bias, op_params(input, stride, padding, dilation),
+  return depthwise(input, weight, bias, op_params(input, weight, stride, padding, dilation),
                    make_cuts(cut_dims, cut_extents, cut_groups, 4));
 }
 
@@ -197,7 +200,7 @@ std::tuple<at::Tensor, at::Tensor> depthwise_backward_op(const at::Tensor& grad_
                                                          at::IntArrayRef padding, at::IntArrayRef dilation,
                                                          at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                                          const Groups& cut_groups) {
-  return depthwise_backward(grad_output, input, weight, op_params(input, stride, padding, dilation),
+  return depthwise_backward(grad_output, input, weight, op_params(input, weight, stride, padding, dilation),
                             {true, true, false}, make_cuts(cut_dims, cut_extents, cut_groups, 4));
 }
 

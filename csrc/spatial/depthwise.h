@@ -10,8 +10,8 @@
 
 namespace torchtp::spatial {
 
-// Whether convolution and its backward go to the kernels of kernels/depthwise.h: on CUDA, for windows that have fast
-// programs. The same answer on all ranks.
+// Whether convolution and its backward go to the kernels of kernels/depthwise.h: on CUDA, one filter a channel of
+// images, for the kernels and strides they take. The same answer on all ranks.
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
 
 // What a rank computes of the output: its numbers, its sizes, and which rows of the input every rank of every cut
@@ -24,9 +24,9 @@ struct DepthwiseOutput {
 DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
                                  const std::vector<Cut>& cuts);
 
-// As convolution and convolution_backward, for one filter a channel of [N, C, H, W] of float, bfloat16 or float16, any
-// stride and dilation. Halos stay where they arrive; what needs none is computed while they are on their way. On the
-// CPU the kernels' twin runs: for tests of this way, right and not fast.
+// As convolution and convolution_backward, for one filter a channel of [N, C, H, W] of float, bfloat16 or float16, for
+// the kernels and strides of kernels/depthwise.h. Halos stay where they arrive; what needs none is computed while they
+// are on their way. On the CPU the kernels' twin runs: for tests of this way, right and not fast.
 at::Tensor depthwise(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                      const ConvolutionParams& params, const std::vector<Cut>& cuts);
 std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_output, const at::Tensor& input,

@@ -116,11 +116,11 @@ void check_rank(const Setting& s, const test::DepthwiseCase& convolution, const 
 
 template <typename T>
 void check(const Setting& s, bool affine = true) {
-  const test::DepthwiseCase convolution{{s.kernel, s.stride, s.padding, s.dilation},
-                                        {s.kernel, s.stride, s.padding, s.dilation}};
+  const test::DepthwiseCase convolution{s.y, s.x};
   const Image in = test::random_image(s.batches, s.channels, s.height, s.width, 1);
-  Factors factors{std::vector<double>(s.channels * s.kernel * s.kernel), std::vector<double>(affine ? s.channels : 0),
-                  std::vector<double>(s.channels, 1), std::vector<double>(s.channels, 0)};
+  Factors factors{std::vector<double>(s.channels * s.y.kernel * s.x.kernel),
+                  std::vector<double>(affine ? s.channels : 0), std::vector<double>(s.channels, 1),
+                  std::vector<double>(s.channels, 0)};
   test::fill(factors.weight, 2);
   if (affine) {
     test::fill(factors.bias, 3);

@@ -26,10 +26,10 @@ void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image&
   const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
   const Interval out_rows = owned(out.height, s.ranks_y, rank_y), out_columns = owned(out.width, s.ranks_x, rank_x);
   const auto params = convolution.params(in, in_rows, in_columns, out_rows, out_columns, channels_last);
-  const HaloCase<T> x(in, in_rows, in_columns, needs(out_rows, convolution.y, s.height),
-                      needs(out_columns, convolution.x, s.width), channels_last);
-  const HaloCase<T> dy(grad_out, out_rows, out_columns, readers(in_rows, convolution.y, out.height),
-                       readers(in_columns, convolution.x, out.width), channels_last);
+  const HaloCase<T> x(in, in_rows, in_columns, needs(out_rows, s.y, s.height), needs(out_columns, s.x, s.width),
+                      channels_last);
+  const HaloCase<T> dy(grad_out, out_rows, out_columns, readers(in_rows, s.y, out.height),
+                       readers(in_columns, s.x, out.width), channels_last);
   const auto y_expected = test::cropped<T>(out, out_rows, out_columns, channels_last);
   const auto dx_expected = test::cropped<T>(grad_in, in_rows, in_columns, channels_last);
   const std::string name = s.name(rank_y, rank_x, channels_last);
@@ -55,10 +55,9 @@ void check_rank(const Setting& s, const DepthwiseCase& convolution, const Image&
 
 template <typename T>
 void check(const Setting& s) {
-  const DepthwiseCase convolution{{s.kernel, s.stride, s.padding, s.dilation},
-                                  {s.kernel, s.stride, s.padding, s.dilation}};
+  const DepthwiseCase convolution{s.y, s.x};
   const Image in = test::random_image(s.batches, s.channels, s.height, s.width, 1);
-  std::vector<double> weight(s.channels * s.kernel * s.kernel), bias(s.channels);
+  std::vector<double> weight(s.channels * s.y.kernel * s.x.kernel), bias(s.channels);
   test::fill(weight, 2);
   test::fill(bias, 3);
   const Image out = convolution.forward(in, weight, bias);
@@ -102,42 +101,32 @@ void wide_kernels() {
   check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
 }
 
-void other_strides() {
-  check<float>({3, 2, 2, 2, 1, 3, 14, 15, 2, 2});
-  check<float>({5, 3, 2, 1, 1, 3, 14, 15, 2, 2});
-  check<float>({9, 2, 4, 1, 1, 2, 14, 15, 2, 2});
-}
-
-// A block takes outputs that are a dilation apart; there may be fewer rows than that.
 void dilation() {
-  for (int64_t kernel : {3, 5, 7, 9})
-    for (int64_t dilation : {2, 3, 5}) {
-      const int64_t padding = dilation * (kernel / 2);
-      check<float>({kernel, 1, padding, dilation, 2, 3, 19, 22, 1, 1});
-      check<float>({kernel, 1, padding, dilation, 1, 3, 26, 31, 2, 3});
-      check<float>({kernel, 1, padding - 1, dilation, 1, 2, 9, 11, 4, 2});
-      check<c10::BFloat16>({kernel, 1, padding, dilation, 1, 8, 16, 24, 1, 2});
-    }
-  check<float>({3, 1, 0, 2, 1, 34, 40, 70, 1, 1});
-  check<float>({7, 1, 9, 3, 1, 2, 50, 250, 1, 1});
-  check<float>({3, 1, 30, 30, 1, 2, 24, 26, 2, 1});
-  check<float>({13, 1, 12, 2, 1, 9, 30, 70, 2, 1});
-  check<float>({4, 1, 3, 2, 1, 2, 12, 13, 2, 1});
+  for (const Setting& setting : test::dilations()) check<float>(setting);
+  for (int64_t kernel : {3, 7, 9}) check<c10::BFloat16>({kernel, 1, kernel / 2 * 2, 2, 1, 8, 16, 24, 1, 2});
 }
 
-// Gradients at a stride of 2 have other taps on even than on odd rows, and which these are depends on the padding and
-// on the rank.
 void strides_of_two() {
-  for (int64_t kernel : {3, 5, 7})
-    for (int64_t padding = 0; padding <= kernel / 2 + 1; ++padding) {
-      check<float>({kernel, 2, padding, 1, 2, 3, 12 + padding, 15, 1, 1});
-      check<float>({kernel, 2, padding, 1, 1, 3, 19, 26 + padding, 2, 3});
-      check<float>({kernel, 2, padding, 1, 1, 2, 9, 11, 4, 4});
-      check<c10::Half>({kernel, 2, padding, 1, 1, 8, 16, 24, 1, 2});
-    }
-  check<float>({3, 2, 1, 1, 1, 34, 40, 70, 1, 1});
-  check<float>({5, 2, 2, 1, 1, 2, 41, 150, 1, 1});
+  for (const Setting& setting : test::strides_of_two()) check<float>(setting);
+  for (int64_t kernel : {3, 5, 7}) check<c10::Half>({kernel, 2, kernel / 2, 1, 1, 8, 16, 24, 1, 2});
   check<c10::BFloat16>({7, 2, 3, 1, 1, 4, 48, 80, 2, 1});
+}
+
+// Kernel, stride and dilation as numbers.
+void every_other_window() {
+  check<float>({31, 2, 15, 1, 1, 2, 70, 140, 1, 2});
+  check<float>({9, 2, 4, 1, 1, 9, 70, 140, 2, 1});
+  check<float>({3, 2, 2, 2, 2, 3, 40, 70, 1, 1});
+  check<float>({31, 4, 15, 1, 1, 2, 66, 35, 2, 1, kernels::kLeastSharedBytes});
+  check<float>({29, 3, 28, 2, 1, 9, 41, 40, 1, 1, kernels::kLeastSharedBytes});
+  check<float>({{3, 2, 1, 1}, {7, 1, 3, 1}, 1, 3, 33, 40, 2, 2});
+  check<float>({{2, 4, 0, 1}, {1, 3, 0, 1}, 2, 3, 33, 40, 2, 2});
+  const auto settings = test::random_settings(30, 1);
+  for (size_t i = 0; i < settings.size(); ++i) {
+    if (i % 3 == 0) check<float>(settings[i]);
+    if (i % 3 == 1) check<c10::BFloat16>(settings[i]);
+    if (i % 3 == 2) check<c10::Half>(settings[i]);
+  }
 }
 
 void half_precision() {
@@ -170,9 +159,9 @@ int main() {
                     {"halos of every side", halos_of_every_side},
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
-                    {"other strides", other_strides},
                     {"dilation", dilation},
                     {"strides of two", strides_of_two},
+                    {"every other window", every_other_window},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
 }

@@ -26,43 +26,42 @@ std::vector<T> weight_grad(const HaloCase<T>& in, const HaloCase<T>& grad_out, c
 }
 
 template <typename T>
+void check_rank(const Setting& s, const Image& in, const Image& grad_out, int64_t rank_y, int64_t rank_x) {
+  const DepthwiseCase convolution{s.y, s.x};
+  const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
+  const Interval out_rows = owned(grad_out.height, s.ranks_y, rank_y),
+                 out_columns = owned(grad_out.width, s.ranks_x, rank_x);
+  Image own_only(grad_out.batches, grad_out.channels, grad_out.height, grad_out.width);
+  for (int64_t n = 0; n < s.batches; ++n)
+    for (int64_t c = 0; c < s.channels; ++c)
+      for (int64_t y = out_rows.begin; y < out_rows.end; ++y)
+        for (int64_t x = out_columns.begin; x < out_columns.end; ++x) own_only.at(n, c, y, x) = grad_out.at(n, c, y, x);
+  const auto of_own_in = test::converted<T>(convolution.weight_grad(in, grad_out, in_rows, in_columns));
+  const auto of_own_grad = test::converted<T>(convolution.weight_grad(in, own_only, {0, s.height}, {0, s.width}));
+
+  for (bool channels_last : {false, true}) {
+    const auto params = convolution.params(in, in_rows, in_columns, out_rows, out_columns, channels_last);
+    const std::string name = s.name(rank_y, rank_x, channels_last);
+    // Own input, gradient with its halo: products are counted by the owner of the input.
+    const HaloCase<T> own_in(in, in_rows, in_columns, in_rows, in_columns, channels_last);
+    const HaloCase<T> wide_grad(grad_out, out_rows, out_columns, test::readers(in_rows, s.y, grad_out.height),
+                                test::readers(in_columns, s.x, grad_out.width), channels_last);
+    test::check_same(weight_grad(own_in, wide_grad, params, s.most_shared), of_own_in, name + ", halo of the gradient");
+    // Own gradient, input with its halo: counted by the owner of the gradient.
+    const HaloCase<T> own_grad(grad_out, out_rows, out_columns, out_rows, out_columns, channels_last);
+    const HaloCase<T> wide_in(in, in_rows, in_columns, test::needs(out_rows, s.y, s.height),
+                              test::needs(out_columns, s.x, s.width), channels_last);
+    test::check_same(weight_grad(wide_in, own_grad, params, s.most_shared), of_own_grad, name + ", halo of the input");
+  }
+}
+
+template <typename T>
 void check(const Setting& s) {
-  const Window window{s.kernel, s.stride, s.padding, s.dilation};
-  const DepthwiseCase convolution{window, window};
   const Image in = test::random_image(s.batches, s.channels, s.height, s.width, 1);
   const Image grad_out =
-      test::random_image(s.batches, s.channels, output_extent(window, s.height), output_extent(window, s.width), 2);
+      test::random_image(s.batches, s.channels, output_extent(s.y, s.height), output_extent(s.x, s.width), 2);
   for (int64_t rank_y = 0; rank_y < s.ranks_y; ++rank_y)
-    for (int64_t rank_x = 0; rank_x < s.ranks_x; ++rank_x)
-      for (bool channels_last : {false, true}) {
-        const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
-        const Interval out_rows = owned(grad_out.height, s.ranks_y, rank_y),
-                       out_columns = owned(grad_out.width, s.ranks_x, rank_x);
-        const auto params = convolution.params(in, in_rows, in_columns, out_rows, out_columns, channels_last);
-        const std::string name = s.name(rank_y, rank_x, channels_last);
-
-        // Own input, gradient with its halo: products are counted by the owner of the input.
-        const HaloCase<T> own_in(in, in_rows, in_columns, in_rows, in_columns, channels_last);
-        const HaloCase<T> wide_grad(grad_out, out_rows, out_columns, test::readers(in_rows, window, grad_out.height),
-                                    test::readers(in_columns, window, grad_out.width), channels_last);
-        test::check_same(weight_grad(own_in, wide_grad, params, s.most_shared),
-                         test::converted<T>(convolution.weight_grad(in, grad_out, in_rows, in_columns)),
-                         name + ", halo of the gradient");
-
-        // Own gradient, input with its halo: counted by the owner of the gradient.
-        const HaloCase<T> own_grad(grad_out, out_rows, out_columns, out_rows, out_columns, channels_last);
-        const HaloCase<T> wide_in(in, in_rows, in_columns, test::needs(out_rows, window, s.height),
-                                  test::needs(out_columns, window, s.width), channels_last);
-        Image own_only(grad_out.batches, grad_out.channels, grad_out.height, grad_out.width);
-        for (int64_t n = 0; n < s.batches; ++n)
-          for (int64_t c = 0; c < s.channels; ++c)
-            for (int64_t y = out_rows.begin; y < out_rows.end; ++y)
-              for (int64_t x = out_columns.begin; x < out_columns.end; ++x)
-                own_only.at(n, c, y, x) = grad_out.at(n, c, y, x);
-        test::check_same(weight_grad(wide_in, own_grad, params, s.most_shared),
-                         test::converted<T>(convolution.weight_grad(in, own_only, {0, s.height}, {0, s.width})),
-                         name + ", halo of the input");
-      }
+    for (int64_t rank_x = 0; rank_x < s.ranks_x; ++rank_x) check_rank<T>(s, in, grad_out, rank_y, rank_x);
 }
 
 void one_rank() {
@@ -91,40 +90,33 @@ void wide_kernels() {
   check<c10::BFloat16>({11, 1, 5, 1, 1, 9, 12, 36, 1, 2});
 }
 
-void every_other_kernel() {
-  check<float>({13, 1, 6, 1, 1, 2, 18, 20, 1, 2});
-  check<float>({3, 3, 1, 1, 1, 3, 17, 23, 2, 3});
-  check<float>({4, 2, 1, 1, 1, 2, 21, 20, 2, 2});
-  check<float>({3, 2, 2, 2, 1, 3, 12, 14, 2, 2});
-  check<float>({4, 1, 1, 1, 1, 2, 12, 13, 2, 1});
-}
-
 void dilation() {
-  for (int64_t kernel : {3, 5, 7, 9})
-    for (int64_t dilation : {2, 3, 5}) {
-      const int64_t padding = dilation * (kernel / 2);
-      check<float>({kernel, 1, padding, dilation, 2, 3, 19, 22, 1, 1});
-      check<float>({kernel, 1, padding, dilation, 1, 3, 26, 31, 2, 3});
-      check<float>({kernel, 1, padding - 1, dilation, 1, 2, 9, 11, 4, 2});
-    }
-  check<float>({3, 1, 0, 2, 1, 34, 40, 70, 1, 1});
-  check<float>({7, 1, 9, 3, 3, 2, 50, 250, 1, 1});
-  check<float>({3, 1, 30, 30, 1, 2, 24, 26, 2, 1});
+  for (const Setting& setting : test::dilations()) check<float>(setting);
   check<c10::Half>({3, 1, 2, 2, 1, 8, 16, 24, 2, 2});
 }
 
 // There the points are the output's gradient, with its halo if it has one.
 void strides_of_two() {
-  for (int64_t kernel : {3, 5, 7})
-    for (int64_t padding = 0; padding <= kernel / 2 + 1; ++padding) {
-      check<float>({kernel, 2, padding, 1, 2, 3, 12 + padding, 15, 1, 1});
-      check<float>({kernel, 2, padding, 1, 1, 3, 19, 26 + padding, 2, 3});
-      check<float>({kernel, 2, padding, 1, 1, 2, 9, 11, 4, 4});
-    }
-  check<float>({3, 2, 1, 1, 1, 34, 40, 70, 1, 1});
-  check<float>({5, 2, 2, 1, 3, 2, 41, 150, 1, 1});
+  for (const Setting& setting : test::strides_of_two()) check<float>(setting);
   check<c10::BFloat16>({7, 2, 3, 1, 1, 4, 48, 80, 2, 1});
   check<c10::Half>({3, 2, 1, 1, 1, 8, 16, 24, 1, 2});
+}
+
+// Kernel, stride and dilation as numbers.
+void every_other_window() {
+  check<float>({31, 2, 15, 1, 1, 2, 40, 50, 1, 2});
+  check<float>({9, 2, 4, 1, 1, 9, 40, 70, 2, 1});
+  check<float>({3, 2, 2, 2, 2, 3, 40, 70, 1, 1});
+  check<float>({31, 4, 15, 1, 1, 1, 36, 35, 2, 1, kernels::kLeastSharedBytes});
+  check<float>({29, 3, 28, 2, 1, 2, 31, 30, 1, 1, kernels::kLeastSharedBytes});
+  check<float>({{3, 2, 1, 1}, {7, 1, 3, 1}, 1, 3, 33, 40, 2, 2});
+  check<float>({{2, 4, 0, 1}, {1, 3, 0, 1}, 2, 3, 33, 40, 2, 2});
+  const auto settings = test::random_settings(18, 2);
+  for (size_t i = 0; i < settings.size(); ++i) {
+    if (i % 3 == 0) check<float>(settings[i]);
+    if (i % 3 == 1) check<c10::BFloat16>(settings[i]);
+    if (i % 3 == 2) check<c10::Half>(settings[i]);
+  }
 }
 
 void half_precision() {
@@ -151,9 +143,9 @@ int main() {
                     {"halos of every side", halos_of_every_side},
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
                     {"wide kernels", wide_kernels},
-                    {"every other kernel", every_other_kernel},
                     {"dilation", dilation},
                     {"strides of two", strides_of_two},
+                    {"every other window", every_other_window},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
                     {"half precision", half_precision}});
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <string>
@@ -115,19 +116,95 @@ void check_same(const std::vector<T>& found, const std::vector<T>& expected, con
   }
 }
 
-// A square window on images cut over ranks_y x ranks_x ranks.
+// A window on images cut over ranks_y x ranks_x ranks.
 struct Setting {
-  int64_t kernel, stride, padding, dilation;
+  Window y, x;
   int64_t batches, channels, height, width;
   int64_t ranks_y, ranks_x;
   size_t most_shared = kernels::kMostSharedBytes;  // of a block
 
+  Setting(const Window& rows, const Window& columns, int64_t n, int64_t c, int64_t h, int64_t w, int64_t down,
+          int64_t across, size_t most = kernels::kMostSharedBytes)
+      : y(rows),
+        x(columns),
+        batches(n),
+        channels(c),
+        height(h),
+        width(w),
+        ranks_y(down),
+        ranks_x(across),
+        most_shared(most) {}
+  // A square one.
+  Setting(int64_t kernel, int64_t stride, int64_t padding, int64_t dilation, int64_t n, int64_t c, int64_t h, int64_t w,
+          int64_t down, int64_t across, size_t most = kernels::kMostSharedBytes)
+      : Setting({kernel, stride, padding, dilation}, {kernel, stride, padding, dilation}, n, c, h, w, down, across,
+                most) {}
+
   std::string name(int64_t rank_y, int64_t rank_x, bool channels_last) const {
-    return "kernel " + std::to_string(kernel) + ", stride " + std::to_string(stride) + ", rank " +
-           std::to_string(rank_y) + " " + std::to_string(rank_x) +
+    const auto both = [](int64_t first, int64_t second) {
+      return std::to_string(first) + " x " + std::to_string(second);
+    };
+    return "kernel " + both(y.kernel, x.kernel) + ", stride " + both(y.stride, x.stride) + ", dilation " +
+           both(y.dilation, x.dilation) + ", padding " + both(y.padding, x.padding) + ", image " + both(height, width) +
+           ", rank " + both(rank_y, rank_x) + " of " + both(ranks_y, ranks_x) +
            (channels_last ? ", channels last" : ", channels first");
   }
 };
+
+// A block takes outputs that are a dilation apart; there may be fewer rows than that.
+inline std::vector<Setting> dilations() {
+  std::vector<Setting> all;
+  for (int64_t kernel : {3, 5, 7, 9})
+    for (int64_t dilation : {2, 3, 5}) {
+      const int64_t padding = dilation * (kernel / 2);
+      all.push_back({kernel, 1, padding, dilation, 2, 3, 19, 22, 1, 1});
+      all.push_back({kernel, 1, padding, dilation, 1, 3, 26, 31, 2, 3});
+      all.push_back({kernel, 1, padding - 1, dilation, 1, 2, 9, 11, 4, 2});
+    }
+  all.push_back({3, 1, 0, 2, 1, 34, 40, 70, 1, 1});
+  all.push_back({7, 1, 9, 3, 3, 2, 50, 250, 1, 1});
+  all.push_back({3, 1, 30, 30, 1, 2, 24, 26, 2, 1});
+  all.push_back({13, 1, 12, 2, 1, 9, 30, 70, 2, 1});
+  all.push_back({4, 1, 3, 2, 1, 2, 12, 13, 2, 1});
+  return all;
+}
+
+// Gradients at a stride of 2 have other taps on even than on odd rows, and which these are depends on the padding and
+// on the rank.
+inline std::vector<Setting> strides_of_two() {
+  std::vector<Setting> all;
+  for (int64_t kernel : {3, 5, 7})
+    for (int64_t padding = 0; padding <= kernel / 2 + 1; ++padding) {
+      all.push_back({kernel, 2, padding, 1, 2, 3, 12 + padding, 15, 1, 1});
+      all.push_back({kernel, 2, padding, 1, 1, 3, 19, 26 + padding, 2, 3});
+      all.push_back({kernel, 2, padding, 1, 1, 2, 9, 11, 4, 4});
+    }
+  all.push_back({3, 2, 1, 1, 1, 34, 40, 70, 1, 1});
+  all.push_back({5, 2, 2, 1, 3, 2, 41, 150, 1, 1});
+  return all;
+}
+
+// Any kernel, stride, dilation and padding in either dim, on few or no rows and columns a rank.
+inline std::vector<Setting> random_settings(int count, unsigned seed) {
+  std::mt19937 random(seed);
+  const auto draw = [&](std::initializer_list<int64_t> from) { return from.begin()[random() % from.size()]; };
+  std::vector<Setting> all;
+  for (int i = 0; i < count; ++i) {
+    Window windows[2];
+    int64_t extents[2];
+    for (int dim : {0, 1}) {
+      const int64_t kernel = draw({1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 13, 16, 31});
+      const int64_t dilation = kernel < 9 ? draw({1, 1, 2, 3, 4}) : draw({1, 2});
+      Window& window = windows[dim] = {kernel, draw({1, 2, 2, 2, 3, 4}), 0, dilation};
+      window.padding = random() % (window.reach() / 2 + 2);
+      const int64_t least = std::max<int64_t>(1, window.reach() + 1 - 2 * window.padding);
+      extents[dim] = least + static_cast<int64_t>(random() % 16);
+    }
+    all.push_back({windows[0], windows[1], draw({1, 2}), draw({1, 3, 9}), extents[0], extents[1], draw({1, 2, 3, 4}),
+                   draw({1, 2, 3}), static_cast<size_t>(draw({82, 147, 200})) * 1024});
+  }
+  return all;
+}
 
 // Rows that the windows of `outputs` read; outputs that read any of `inputs`.
 inline Interval needs(const Interval& outputs, const Window& window, int64_t extent) {
