@@ -96,6 +96,37 @@ def test_a_rank_that_dies_before_any_of_its_words_is_named():
     assert last == [[3.0] * 3] * 3  # there is no such word
 
 
+class Last(Store):
+    """Its process is gone with the number-th word that it has said."""
+
+    def __init__(self, inner, number):
+        super().__init__(inner, lambda called: None)
+        self.left = number
+
+    def set(self, key, value):
+        super().set(key, value)
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _says_and_dies(rank, port, word):
+    store = client(port, word)
+    return make_group(rank, 3, Last(store, word) if rank == 0 else store, LATE)
+
+
+def _deaths_after_words():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [forked(3, _says_and_dies, server.port, word) for word in range(1, WORDS + 1)]
+
+
+def test_rank_0_that_dies_after_any_of_its_words_is_named():
+    (deaths,) = run_ranks(_deaths_after_words, 1, backend=None, timeout=120)
+    for word, (_, *errors) in enumerate(deaths, 1):
+        for error in errors:
+            assert "rank 0 died (its process is gone) while " in error, (word, error)
+
+
 def _raises(rank, port, kind, number):
     def fail():
         raise RuntimeError("it is broken")

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <optional>
 #include <sstream>
+#include <thread>
 
 #include "core/deadline.h"
 #include "core/format.h"
@@ -87,6 +88,27 @@ SegmentSizes from_text(std::istringstream& text, int num_ranks) {
   return s;
 }
 
+// The socket of a process that dies is gone a little before it can be seen to have died.
+bool dies(const KnownProcesses& processes, int rank) {
+  const Deadline patience(std::chrono::seconds(1));
+  while (!processes.has_died(rank)) {
+    if (patience.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+// How rank 0 is reached. It may have died after it said its part of this step, and then nobody waits for its word.
+Receiver reach(const std::string& address, const KnownProcesses& processes, const GroupOptions& options) {
+  try {
+    return Receiver(address);
+  } catch (const Error&) {
+    if (!dies(processes, 0)) throw;
+    throw Error(cat("rank ", options.called.empty() ? 0 : options.called[0],
+                    " died (its process is gone) while the group was being made"));
+  }
+}
+
 }  // namespace
 
 struct Group::Key {};
@@ -118,7 +140,7 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
       std::string address;
       sizes = from_text(offer, size);
       offer >> address;
-      if (rank != 0) receiver.emplace(address);
+      if (rank != 0) receiver.emplace(reach(address, *processes, options));
       return std::string();
     });
     together(bootstrap, kTrouble, [&] {
