@@ -157,6 +157,22 @@ def run_writes():
     assert torch.equal(mine.full_tensor(), x)
 
 
+def run_writes_into_what_is_whole():
+    """As RetinaNet makes its targets: from a pooled tensor, with plain numbers."""
+    x, mine = cut_image()
+    targets = []
+    for image in (x, mine):
+        target = torch.zeros_like(image.mean((2, 3)))
+        target[torch.tensor([0, 1]), torch.tensor([3, 2])] = 1.0
+        target[torch.tensor([True, False])] += torch.arange(4.0).double()
+        targets.append(target)
+    assert torch.equal(targets[1].full_tensor(), targets[0])
+
+
+def test_writing_into_what_every_rank_holds():
+    run_ranks(run_writes_into_what_is_whole, 2)
+
+
 def test_writing_into_rows_of_other_ranks():
     run_ranks(run_writes, 2)
 

@@ -153,9 +153,17 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cut = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
     if not is_marked(cut.device_mesh):
         return passthrough(op, args, kwargs)
+    whole = all(
+        isinstance(p, Replicate) for leaf in leaves if isinstance(leaf, DTensor) for p in spec_of(leaf).placements
+    )
     if op._schema.is_mutable:
-        return passthrough(op, args, kwargs)
-    if all(isinstance(p, Replicate) for leaf in leaves if isinstance(leaf, DTensor) for p in spec_of(leaf).placements):
+        mixed = any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() for leaf in leaves)
+        if not (whole and mixed and _gives_what_it_wrote(op)):
+            return passthrough(op, args, kwargs)
+        local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
+        op(*local_args, **local_kwargs)  # every rank writes into what all of them hold
+        return args[0]
+    if whole:
         return _on_replicas(op, args, kwargs, cut.device_mesh)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
     try:
@@ -174,14 +182,16 @@ def _summed(leaf: Any) -> Any:
 
 def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
     """What every rank holds whole, every rank computes whole."""
-    local_args, local_kwargs = pytree.tree_map(
-        lambda leaf: local_of(leaf) if isinstance(leaf, DTensor) else _full(leaf), (args, kwargs)
-    )
+    local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
     results = _computed(op, local_args, local_kwargs)
     whole = (Replicate(),) * mesh.ndim
     return pytree.tree_map(
         lambda leaf: wrap(leaf, mesh, whole, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, results
     )
+
+
+def _local_of_whole(leaf: Any) -> Any:
+    return local_of(leaf) if isinstance(leaf, DTensor) else _full(leaf)
 
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:
