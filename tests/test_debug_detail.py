@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
 PROGRAM = """
 import copy, torch, torch.distributed as dist, torchtp
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +37,9 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11's wrapper has no allgather_into_tensor_coalesced"
+)
 def test_detail_wraps_the_backend_and_all_is_exact(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
