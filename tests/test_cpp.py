@@ -24,9 +24,9 @@ def _sanitizers(name: str) -> list[str]:
 def _make(target: str, sanitizer: str) -> Path:
     build = BUILD / sanitizer.replace(",", "-")
     include = Path(torch.__file__).parent / "include"
+    variables = [f"SANITIZER={sanitizer}", f"BUILD={build}", f"TORCH_INCLUDE={include}"]
     done = subprocess.run(
-        ["make", "-s", f"-j{os.cpu_count()}", "-C", HERE, target]
-        + [f"SANITIZER={sanitizer}", f"BUILD={build}", f"TORCH_INCLUDE={include}"],
+        ["make", "-s", f"-j{os.cpu_count()}", "-C", HERE, target, *variables],
         capture_output=True,
         text=True,
     )
