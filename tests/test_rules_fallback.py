@@ -169,6 +169,21 @@ def run_writes_into_what_is_whole():
     assert torch.equal(targets[1].full_tensor(), targets[0])
 
 
+def run_losses_of_what_is_whole():
+    x, mine = cut_image(requires_grad=True)
+    x.requires_grad_()
+    target = torch.linspace(0, 1, 4).double().expand(2, 4)
+    for loss in (F.smooth_l1_loss, F.binary_cross_entropy_with_logits):
+        whole, cut = (loss(image.mean((2, 3)), target) for image in (x, mine))
+        torch.testing.assert_close(cut.full_tensor(), whole)
+        (expected,), (grad,) = torch.autograd.grad(whole, x), torch.autograd.grad(cut, mine)
+        torch.testing.assert_close(grad.full_tensor(), expected)
+
+
+def test_losses_of_what_every_rank_holds_and_plain_targets():
+    run_ranks(run_losses_of_what_is_whole, 2)
+
+
 def test_writing_into_what_every_rank_holds():
     run_ranks(run_writes_into_what_is_whole, 2)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import cut_locally, cut_of, wrap
+from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
 from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, rule
@@ -55,7 +56,7 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     values, at = _arguments(op, args, kwargs)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not _taken(*tensors):
-        return passthrough(op, args, kwargs)
+        return unruled(op, args, kwargs)
     reduction = values[at]
     if reduction == _NONE:
         return pointwise(op, tuple(values), {})
@@ -75,7 +76,7 @@ def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, A
     values, at = _arguments(op, args, kwargs)
     tensors = [value for value in values[1:] if isinstance(value, torch.Tensor)]
     if not _taken(*tensors):
-        return passthrough(op, args, kwargs)
+        return unruled(op, args, kwargs)
     reduction = values[at]
     if reduction == _NONE:
         return pointwise(op, tuple(values), {})
