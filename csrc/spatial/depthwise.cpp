@@ -27,8 +27,6 @@ using kernels::DepthwiseParams;
 using kernels::HaloPlanes;
 using kernels::Part;
 
-int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
-
 template <typename T>
 void run_forward(const HaloPlanes<T>& planes, const T* weight, const T* bias, const at::Tensor& out,
                  const DepthwiseParams& params, Part part) {

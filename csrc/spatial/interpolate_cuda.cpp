@@ -9,8 +9,6 @@
 namespace torchtp::spatial {
 namespace {
 
-int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
-
 kernels::ResampleAxis axis_of(const ResampledDim& dim, const std::string& mode, bool align_corners) {
   kernels::ResampleAxis axis;
   axis.in_extent = narrow(dim.in_extent);

@@ -11,8 +11,8 @@
 namespace torchtp::spatial {
 namespace {
 
-struct Layout {
-  Layout(const at::Tensor& x, bool per_batch)
+struct DeviceLayout {
+  DeviceLayout(const at::Tensor& x, bool per_batch)
       : batches(x.size(0)),
         shape{x.size(1), 1, per_batch ? x.size(1) : 0},
         channels_last(x.suggest_memory_format() != at::MemoryFormat::Contiguous) {
@@ -39,7 +39,7 @@ const float* data(const at::Tensor& factors) { return factors.const_data_ptr<flo
 }  // namespace
 
 Moments moments_cuda(const at::Tensor& x) {
-  const Layout layout(x, true);
+  const DeviceLayout layout(x, true);
   const int64_t numbers = x.size(0) * x.size(1);
   const auto options = x.options().dtype(at::kDouble);
   if (x.numel() == 0) return {nothing(x), nothing(x)};
@@ -67,7 +67,7 @@ namespace {
 // scaled and scale may be undefined.
 std::tuple<Numbers, Numbers> run_dots(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& center,
                                       const at::Tensor& scaled, const at::Tensor& scale) {
-  const Layout layout(x, center.size(0) != 1);
+  const DeviceLayout layout(x, center.size(0) != 1);
   const int64_t numbers = x.size(0) * x.size(1);
   const auto options = x.options().dtype(at::kDouble);
   if (x.numel() == 0) return {nothing(x), nothing(x)};
@@ -104,7 +104,7 @@ std::tuple<at::Tensor, at::Tensor> scaled_and_dots_cuda(const at::Tensor& dy, co
 
 at::Tensor affine_cuda(const at::Tensor& x, const Numbers& center, const Numbers& scale, const Numbers& shift) {
   const int64_t rows = common(center.rows(), common(scale.rows(), shift.rows())), columns = x.size(1);
-  const Layout layout(x, rows != 1);
+  const DeviceLayout layout(x, rows != 1);
   const OnDevice device(x);
   const at::Tensor y = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
   const at::Tensor middle = factors(center, rows, columns), factor = factors(scale, rows, columns),
@@ -122,7 +122,7 @@ at::Tensor combine_cuda(const at::Tensor& dy, const at::Tensor& x, const Numbers
                         const Numbers& on_x, const Numbers& shift) {
   const int64_t rows = common(common(center.rows(), on_dy.rows()), common(on_x.rows(), shift.rows())),
                 columns = x.size(1);
-  const Layout layout(x, rows != 1);
+  const DeviceLayout layout(x, rows != 1);
   const OnDevice device(x);
   const at::Tensor dx = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
   const at::Tensor middle = factors(center, rows, columns), a = factors(on_dy, rows, columns),
