@@ -121,12 +121,8 @@ void every_other_window() {
   check<float>({29, 3, 28, 2, 1, 9, 41, 40, 1, 1, kernels::kLeastSharedBytes});
   check<float>({{3, 2, 1, 1}, {7, 1, 3, 1}, 1, 3, 33, 40, 2, 2});
   check<float>({{2, 4, 0, 1}, {1, 3, 0, 1}, 2, 3, 33, 40, 2, 2});
-  const auto settings = test::random_settings(30, 1);
-  for (size_t i = 0; i < settings.size(); ++i) {
-    if (i % 3 == 0) check<float>(settings[i]);
-    if (i % 3 == 1) check<c10::BFloat16>(settings[i]);
-    if (i % 3 == 2) check<c10::Half>(settings[i]);
-  }
+  test::in_each_type(test::random_settings(30, 1),
+                     [](auto type, const Setting& setting) { check<decltype(type)>(setting); });
 }
 
 void half_precision() {

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -288,5 +291,15 @@ struct DepthwiseCase {
         f(ky * x.kernel + kx, oy * y.stride - y.padding + ky * y.dilation, ox * x.stride - x.padding + kx * x.dilation);
   }
 };
+
+// check(T{}, setting) for all settings, with the kernels' types in turn.
+template <typename Check>
+void in_each_type(const std::vector<Setting>& settings, const Check& check) {
+  for (size_t i = 0; i < settings.size(); ++i) {
+    if (i % 3 == 0) check(float{}, settings[i]);
+    if (i % 3 == 1) check(c10::BFloat16{}, settings[i]);
+    if (i % 3 == 2) check(c10::Half{}, settings[i]);
+  }
+}
 
 }  // namespace torchtp::test
