@@ -118,8 +118,8 @@ def _different_modules(which):
 @pytest.mark.parametrize(
     "which, text",
     [
-        ("shape", "rank 1 has ('weight', torch.Size([4, 2, 3, 3]), torch.float32)"),
-        ("number", "rank 1 has nothing there"),
+        ("shape", "rank 1 has weight of shape (4, 2, 3, 3) and torch.float32"),
+        ("number", "rank 1 has no tensor in its place"),
         ("device", "weight lives on meta, but the mesh is one of cpu devices"),
     ],
 )

@@ -11,16 +11,13 @@ import torch.distributed as dist
 
 Described = tuple[str, torch.Size, torch.dtype]  # what it is, its global shape, its dtype
 
-_DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
-_MAX_DIMS = 8
-_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _DTYPE, _DIMS, _SHAPE = range(8)
-_WORDS = _SHAPE + _MAX_DIMS
+_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _WORDS = range(6)
 
 
 class Agreement:
     """Compares what the ranks that cut one image are about to do, and raises the same error on all of them.
 
-    The message tells the first tensor in full and the others as a digest.
+    The message is a digest; only ranks that disagree send what they have in full.
     """
 
     def __init__(self, spatial: dist.ProcessGroup, everyone: dist.ProcessGroup, data_rank: int, device_type: str):
@@ -44,15 +41,12 @@ class Agreement:
         table = self._gather(group, _encode(tensors, complaint, note, self._data_rank))
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(group, complaint))
-        firsts: dict[int, tuple[int, list[int]]] = {}
-        for rank, row in enumerate(table):
-            first, expected = firsts.setdefault(row[_DATA_RANK], (rank, row))
-            if row[_NUM:_NOTE] != expected[_NUM:_NOTE]:
-                ranks = dist.get_process_group_ranks(group)
-                raise ValueError(
-                    f"the ranks that cut one image disagree on it: rank {ranks[first]} has {_decode(expected)}, rank "
-                    f"{ranks[rank]} has {_decode(row)}; give all of them images of the same global shape and dtype"
-                )
+        keys = [row[_DATA_RANK] for row in table]
+        if any(row[_NUM:_NOTE] != table[keys.index(row[_DATA_RANK])][_NUM:_NOTE] for row in table):
+            raise ValueError(
+                f"the ranks that cut one image disagree on it: {_first_difference(group, tensors, keys)}; give all of "
+                "them images of the same global shape and dtype, and the same other tensors"
+            )
         return [row[_NOTE] for row in table if row[_DATA_RANK] == self._data_rank]
 
     def check_modules(self, tensors: Sequence[Described], complaint: str = "") -> None:
@@ -65,7 +59,8 @@ class Agreement:
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(self._everyone, complaint))
         if any(row[_HASH] != table[0][_HASH] for row in table):
-            raise ValueError(_first_difference(self._everyone, tensors))
+            difference = _first_difference(self._everyone, tensors, [0] * len(table))
+            raise ValueError(f"the modules of the ranks differ: {difference}; build the same module on all ranks")
 
     def _gather(self, group: dist.ProcessGroup, mine: list[int]) -> list[list[int]]:
         device = torch.device(self._device_type)
@@ -89,19 +84,7 @@ def _encode(tensors: Sequence[Described], complaint: str, note: int, data_rank: 
     row[_NUM] = len(tensors)
     row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in tensors]).encode())
     row[_NOTE] = note
-    if tensors:
-        _, shape, dtype = tensors[0]
-        row[_DTYPE], row[_DIMS] = _DTYPES.index(dtype), len(shape)
-        row[_SHAPE : _SHAPE + min(len(shape), _MAX_DIMS)] = shape[:_MAX_DIMS]
     return row
-
-
-def _decode(row: list[int]) -> str:
-    if row[_NUM] == 0:
-        return "no tensor"
-    shape = tuple(row[_SHAPE : _SHAPE + min(row[_DIMS], _MAX_DIMS)])
-    first = f"an image of shape {shape} and {_DTYPES[row[_DTYPE]]}"
-    return first if row[_NUM] == 1 else f"{first} and {row[_NUM] - 1} more tensors (digest {row[_HASH]:x})"
 
 
 def _first_complaint(group: dist.ProcessGroup, mine: str) -> str:
@@ -112,15 +95,22 @@ def _first_complaint(group: dist.ProcessGroup, mine: str) -> str:
     return f"{text} (on rank {dist.get_global_rank(group, rank)})"
 
 
-def _first_difference(group: dist.ProcessGroup, mine: Sequence[Described]) -> str:
+def _first_difference(group: dist.ProcessGroup, mine: Sequence[Described], keys: Sequence[int]) -> str:
+    """What a rank has, and what another one of the same key has in its place."""
     rows: list[Sequence[Described]] = [[]] * group.size()
     dist.all_gather_object(rows, list(mine), group=group)
     ranks = dist.get_process_group_ranks(group)
+    firsts: dict[int, int] = {}
     for rank, theirs in enumerate(rows):
-        for ours, other in zip_longest(rows[0], theirs, fillvalue="nothing there"):
+        first = firsts.setdefault(keys[rank], rank)
+        for ours, other in zip_longest(rows[first], theirs):
             if ours != other:
-                return (
-                    f"the modules of the ranks differ: rank {ranks[0]} has {ours}, rank {ranks[rank]} has {other}; "
-                    "build the same module on all ranks"
-                )
-    return "the modules of the ranks differ"
+                return f"rank {ranks[first]} has {_told(ours)}, rank {ranks[rank]} has {_told(other)}"
+    return "their digests differ"
+
+
+def _told(described: Described | None) -> str:
+    if described is None:
+        return "no tensor in its place"
+    what, shape, dtype = described
+    return f"{what} of shape {tuple(shape)} and {dtype}"

@@ -135,7 +135,7 @@ class Layout:
                 )
         except ValueError as error:
             complaint = str(error)
-        self.agreement.check([("tile of", shape, tile.dtype)], complaint)
+        self.agreement.check([("an image", shape, tile.dtype)], complaint)
         return self._wrap(tile, shape, self.placements(len(shape)))
 
     def replicate(self, tensor: torch.Tensor) -> DTensor:

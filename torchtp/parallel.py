@@ -20,7 +20,7 @@ from torchtp import lazy, leaving, randomness
 from torchtp._compile import leave_eager
 from torchtp.agreement import Described
 from torchtp.dtensor.fallback import take_custom_ops
-from torchtp.dtensor.whole import Gather
+from torchtp.dtensor.whole import Gather, Given
 from torchtp.gradients import GradientReducer, broadcast_parameters
 from torchtp.layout import Layout
 from torchtp.refusals import refuse_transforms
@@ -49,7 +49,8 @@ def parallelize(
     Outputs: DTensors as they are ("dtensor"), this rank's parts ("local"), or whole on every rank ("full").
     Gradients: with `reduce` p.grad is the mean over `layout.group`, which is the gradient, when backward() returns
     (`bucket_bytes`, `compression`: see `torchtp.gradients.GradientReducer`); without, it is this rank's contribution to
-    that mean, for DistributedDataParallel or FSDP2 over `layout.group`.
+    that mean, for DistributedDataParallel or FSDP2 over `layout.group`. Tensors among the arguments get the whole gradient
+    of this rank's images, on every rank of its spatial group.
 
     Raises ValueError on all ranks where their parameters or, at a call, their images differ.
     """
@@ -197,8 +198,10 @@ class _State:
                 image = isinstance(leaf, DTensor) or leaf.dim() == num_dims
                 if image:
                     self.layout.check(leaf)
-                described = ("image" if image else "tensor", leaf.shape, leaf.dtype)
-                tensors.insert(0 if image and tensors and tensors[0][0] != "image" else len(tensors), described)
+                what = ("an image" if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
+                described = (what, leaf.shape, leaf.dtype)
+                first = image and tensors and not tensors[0][0].startswith("an image")
+                tensors.insert(0 if first else len(tensors), described)
         except ValueError as error:
             return [], str(error)
         return tensors, ""
@@ -207,8 +210,11 @@ class _State:
         num_dims = self._image_dims(args, kwargs)
 
         def cut(leaf: Any) -> Any:
-            plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-            return self.layout.shard(leaf) if plain and leaf.dim() == num_dims else leaf
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+                return leaf
+            if leaf.dim() == num_dims:
+                return self.layout.shard(leaf)
+            return Given.apply(leaf, self.layout.spatial_mesh) if _records(leaf) else leaf
 
         return pytree.tree_map(cut, (args, kwargs))
 
@@ -230,6 +236,11 @@ class _State:
             return leaf
 
         return pytree.tree_map(give, outputs)
+
+
+def _records(tensor: torch.Tensor) -> bool:
+    """Whether a gradient comes back to a tensor among the arguments: by a collective, which all ranks take part in."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 class _Root(lazy.Remade):

@@ -65,6 +65,22 @@ class Contributed(torch.autograd.Function):
         return Whole.apply(grad), None
 
 
+class Given(torch.autograd.Function):
+    """What every rank holds and gives to a computation on cut tensors; its gradient is the mean of what the ranks hand out.
+
+    In memory of its own: a view that a Function returns can't be written in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Whole.apply(Contributed.apply(grad, ctx.mesh)), None
+
+
 _HANDS_IN = "_torchtp_hands_in"
 
 

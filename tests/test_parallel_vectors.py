@@ -1,0 +1,133 @@
+"""Vectors and sequences that go in beside images: what made them outside the module trains exactly too."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import make_layout
+from torch import nn
+from training import make_images
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+class Conditioned(nn.Module):
+    """A vector scales channels, also through parameters and in place; a sequence is looked at by every pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.shift = nn.Linear(4, 4)
+        self.leave = nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, x, time, tokens):
+        time *= 2
+        y = self.conv(x) * time.view(-1, 4, 1, 1)
+        y = F.silu(y + self.shift(time)[:, :, None, None])
+        pixels = y.permute(0, 2, 3, 1)
+        y = y + (torch.softmax(pixels @ tokens.transpose(1, 2)[:, None], -1) @ tokens[:, None]).permute(0, 3, 1, 2)
+        return self.leave(y)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time = nn.Linear(3, 4)
+        self.token = nn.Embedding(5, 4)
+
+    def forward(self, time, tokens):
+        return self.time(torch.tanh(time)), self.token(tokens)
+
+
+def _batch(num):
+    generator = torch.Generator().manual_seed(3)
+    times = torch.randn(num, 3, dtype=torch.float64, generator=generator)
+    return make_images(0, num)[..., :13], times, torch.arange(num * 3).view(num, 3) % 5
+
+
+def _loss(model, encoder, batch):
+    image, times, tokens = batch
+    output = model(image, *encoder(times, tokens))
+    return (output**2).mean()
+
+
+def _networks():
+    torch.manual_seed(0)
+    return Conditioned().double(), Encoder().double()
+
+
+def _single(num):
+    model, encoder = _networks()
+    _loss(model, encoder, _batch(num)).backward()
+    return [parameter.grad for parameter in (*model.parameters(), *encoder.parameters())]
+
+
+def _train(axes, outside):
+    layout = make_layout(axes)
+    expected = _single(layout.num_data)
+    model, encoder = _networks()
+    torchtp.parallelize(model, layout)
+    wrapped = nn.parallel.DistributedDataParallel(encoder) if outside == "ddp" else encoder
+    mine = slice(layout.data_rank, layout.data_rank + 1)
+    _loss(model, wrapped, [whole[mine] for whole in _batch(layout.num_data)]).backward()
+    gradients = [parameter.grad for parameter in (*model.parameters(), *encoder.parameters())]
+    torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("axes", "outside"),
+    [({"w": 2}, "plain"), ({"w": 3}, "plain"), ({"h": 2, "w": 2}, "plain"), ({"dp": 2, "w": 2}, "ddp")],
+)
+def test_an_encoder_outside_gets_the_whole_gradient(axes, outside):
+    run_ranks(_train, torch.Size(axes.values()).numel(), axes, outside)
+
+
+def _penalty(model, leaves, image):
+    """The gradient of what is left of a gradient."""
+    time, tokens = leaves
+    grads = torch.autograd.grad((model(image, time * 1, tokens) ** 2).mean(), leaves, create_graph=True)
+    return torch.autograd.grad(
+        sum((grad**2).sum() for grad in grads), [*leaves, *model.parameters()], allow_unused=True
+    )
+
+
+def _twice():
+    layout = make_layout({"w": 2})
+    torch.manual_seed(1)
+    leaves = [torch.randn(1, *shape, dtype=torch.float64, requires_grad=True) for shape in ((4,), (3, 4))]
+    single, _ = _networks()
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full")
+    image = _batch(1)[0]
+    expected, actual = _penalty(single, leaves, image), list(_penalty(model, leaves, image))
+    for grad in actual[2:]:  # of parameters they are contributions to the mean
+        if grad is not None:
+            dist.all_reduce(grad)
+            grad /= 2
+    torch.testing.assert_close(actual, list(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_the_gradient_of_a_vectors_gradient():
+    run_ranks(_twice, 2)
+
+
+def _one_rank_freezes_its_encoder():
+    layout = make_layout({"w": 2})
+    model, encoder = _networks()
+    torchtp.parallelize(model, layout)
+    if dist.get_rank() == 1:
+        encoder.token.requires_grad_(False)
+    with pytest.raises(ValueError) as caught:
+        _loss(model, encoder, _batch(1))
+    encoder.requires_grad_(True)
+    _loss(model, encoder, _batch(1)).backward()
+    return str(caught.value)
+
+
+def test_a_vector_that_takes_a_gradient_on_some_ranks_only():
+    first, second = run_ranks(_one_rank_freezes_its_encoder, 2)
+    assert first == second
+    assert "rank 0 has a tensor that takes a gradient of shape (1, 3, 4)" in first
+    assert "rank 1 has a tensor of shape (1, 3, 4)" in first
