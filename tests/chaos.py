@@ -263,8 +263,8 @@ def judge(trial, diary, spoke, latencies):
         num_raised += 1
         named = f"rank {trial.victim} died" in error
         if trial.hosted and "store that the ranks of a process group meet at failed" in error:
-            # Whose first words are lost with the store cannot be seen to have ended.
-            named = f"rank {trial.victim} has ended" in error or (victim_phase == 0 and "(rank 0 or" in error)
+            # Whose first words are lost with it cannot be seen to have ended. A group that is made needs no store.
+            named = victim_phase == 0
         elif victim_phase == 0 and not spoke:
             named = named or f"rank {trial.victim} did not come to the creation" in error
         elif victim_phase > 0:

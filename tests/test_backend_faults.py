@@ -4,6 +4,7 @@ import ctypes
 import datetime
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,10 @@ class Store(dist.Store):
     def check(self, keys):
         self.before("check")
         return self.inner.check(keys)
+
+    def wait(self, keys, *timeout):
+        self.before("wait")
+        self.inner.wait(keys, *timeout)
 
 
 def at_call(number, kind, then):
@@ -94,6 +99,65 @@ def test_a_rank_that_dies_before_any_of_its_words_is_named():
         for error in (errors[0], errors[2]):
             assert "rank 1 died (its process is gone) while the group was being made" in error, (word, error)
     assert last == [[3.0] * 3] * 3  # there is no such word
+
+
+def only_make(rank, size, store):
+    dist.init_process_group("torchtp", store=store, rank=rank, world_size=size, timeout=LATE)
+    return "made"
+
+
+def at_last_get(store, size, then):
+    return Store(store, at_call(WORDS * (size - 1), "get", then))
+
+
+def _dies_with_all_but_its_last_answer(rank, port):
+    store = client(port)
+    if rank == 1:
+        store = at_last_get(store, 3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return only_make(rank, 3, store)
+
+
+def _death_over_the_last_answer():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return forked(3, _dies_with_all_but_its_last_answer, server.port)
+
+
+def test_nobody_goes_on_with_a_group_while_a_rank_still_needs_the_store():
+    ((first, _, last),) = run_ranks(_death_over_the_last_answer, 1, backend=None)
+    assert first == last
+    assert "rank 1 died (its process is gone) while " in first and "waited in the making of the group" in first
+
+
+def _asks_a_lost_store(rank, port):
+    """Rank 1 dies, rank 0 finds out and ends with the store that it serves, and then rank 2 asks that store."""
+    meeting = client(port)
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("server", f"{server.port} {os.getpid()}")
+        meeting.wait(["rank 1 is here", "rank 2 is here"])
+        return only_make(rank, 3, dist.PrefixStore("", server))
+    served_at, served_by = map(int, meeting.get("server").split())
+    process = os.pidfd_open(served_by)
+
+    def then():
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        select.select([process], [], [])
+
+    store = at_last_get(client(served_at), 3, then)
+    meeting.set(f"rank {rank} is here", "")
+    return only_make(rank, 3, store)
+
+
+def _store_lost_over_the_last_answer():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return forked(3, _asks_a_lost_store, server.port)
+
+
+def test_a_store_that_is_lost_over_the_last_answer_is_not_the_error():
+    ((first, _, last),) = run_ranks(_store_lost_over_the_last_answer, 1, backend=None)
+    assert first == last
+    assert "rank 1 died (its process is gone) while rank 0 waited in the making of the group" in first
 
 
 class Last(Store):

@@ -11,6 +11,7 @@ import test_exchange
 import torch
 import torch.distributed as dist
 from models import make_layout, make_network
+from test_backend_faults import Store, at_call
 from torch.nn.parallel import DistributedDataParallel
 from training import assert_same_parameters, loss_of, make_images, make_optimizer, train_single
 
@@ -306,8 +307,6 @@ def _death(folder, victim):
     error = _until_it_fails(group)
     with open(f"{folder}/{rank}", "w") as file:
         file.write(str(error))
-    with open(f"{folder}/{rank}") as file:
-        return file.read()
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -319,6 +318,28 @@ def test_a_death_is_an_error_on_every_host(tmp_path, monkeypatch, victim):
     for rank in {0, 1, 2, 3} - {victim}:
         text = (tmp_path / str(rank)).read_text()
         assert f"rank {victim}" in text and ("died" in text or "lost the connection" in text), text
+
+
+def _death_over_the_last_answer(folder):
+    """The last rank dies when it alone still needs the store for a group."""
+    groups = dist.distributed_c10d._world.pg_map
+    (name, store), calls = groups[dist.group.WORLD], []
+    groups[dist.group.WORLD] = name, Store(store, calls.append)
+    dist.new_group()
+    if dist.get_rank() == 3:
+        last = at_call(calls.count("get"), "get", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        groups[dist.group.WORLD] = name, Store(store, last)
+    with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        file.write(_error_of(dist.new_group) or "made")
+
+
+def test_nobody_goes_on_with_a_group_of_hosts_while_a_rank_still_needs_the_store(tmp_path, monkeypatch):
+    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    hosts = Hosts([2, 2])
+    with pytest.raises(Exception, match="rank 3 died"):
+        hosts.run(_death_over_the_last_answer, str(tmp_path))
+    for rank in range(3):
+        assert "rank 3 died" in (tmp_path / str(rank)).read_text()
 
 
 def _link_down():

@@ -29,12 +29,21 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     group = shm::Group::create(inside, inside_options);
     return std::string();
   });
-  c10::intrusive_ptr<c10d::Backend> inner;
-  shm::together(bootstrap, kNoHosts, [&] {
-    inner = options.make_hosts_group(bootstrap.prefix() + "/hosts");
-    return std::string();
-  });
-  return std::make_shared<HostsEngine>(hosts, bootstrap.rank(), std::move(group), std::move(inner));
+  std::shared_ptr<HostsEngine> engine;
+  try {
+    shm::together(bootstrap, kNoHosts, [&] {
+      engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group,
+                                             options.make_hosts_group(bootstrap.prefix() + "/hosts"));
+      return std::string();
+    });
+  } catch (const std::exception& error) {
+    group->abort(error.what());  // the others may be in the last round already: one of them may know better
+    if (engine) engine->abort(error.what());
+    group->check();
+    throw;
+  }
+  engine->agree(shm::making());  // without the store, as inside each host
+  return engine;
 }
 
 }  // namespace

@@ -82,6 +82,7 @@ const char* reduce_op_of(const shm::Fingerprint& print) {
 }
 
 std::string describe(const shm::Fingerprint& print, const std::string& label) {
+  if (print.kind == shm::kMaking) return "the making of the group";
   const auto kind = static_cast<Kind>(print.kind);
   std::string details;
   const auto add = [&](const std::string& detail) { details += (details.empty() ? "" : ", ") + detail; };

@@ -159,13 +159,25 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
     liveness = std::make_unique<Liveness>(segment->file(), rank, processes->said());
     return std::string();
   });
-  const auto seen = together(bootstrap, kTrouble, [&] { return std::string(liveness->watch() ? "" : "blind"); });
-  // Who takes part once more was alive when its lock could not be seen: locks do not show here.
-  if (std::any_of(seen.begin(), seen.end(), [](const std::string& text) { return !text.empty(); })) {
-    together(bootstrap, kTrouble, [] { return std::string(); });
+  std::shared_ptr<Group> group;
+  try {
+    const auto seen = together(bootstrap, kTrouble, [&] {
+      const bool sees_all = liveness->watch();
+      group = std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness),
+                                      processes->said());
+      return std::string(sees_all ? "" : "blind");
+    });
+    // Who takes part once more was alive when its lock could not be seen: locks do not show here.
+    if (std::any_of(seen.begin(), seen.end(), [](const std::string& text) { return !text.empty(); })) {
+      together(bootstrap, kTrouble, [] { return std::string(); });
+    }
+  } catch (const std::exception& error) {
+    if (!group) throw;
+    group->fail(error.what());  // the others may be in the last round already: one of them may know better
   }
-  return std::make_shared<Group>(Key{}, std::move(options), rank, size, std::move(segment), std::move(liveness),
-                                 processes->said());
+  // Without the bootstrap: nobody goes on, and maybe ends with the store that it serves, before all are done with that.
+  group->round(making());
+  return group;
 }
 
 }  // namespace torchtp::shm

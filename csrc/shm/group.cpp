@@ -80,10 +80,11 @@ class Group::Arrival final : public Awaited {
   std::string describe() override { return group_.describe(group_.fingerprint_, group_.label_); }
 
   std::string describe_peer(int rank) override {
-    if (group_.round_ < 2) return "has called nothing yet";
+    if (group_.round_ < 2) return "";
     // Overwritten only after that rank has come to our round.
-    const std::string last = group_.describe(group_.protocol_->announced(rank, group_.round_ - 1).fingerprint, "");
-    return has_arrived(rank) ? "" : "last called " + last;
+    const Fingerprint last = group_.protocol_->announced(rank, group_.round_ - 1).fingerprint;
+    if (has_arrived(rank)) return "";
+    return last.kind == kMaking ? "has called nothing yet" : "last called " + group_.describe(last, "");
   }
 
  private:

@@ -29,6 +29,16 @@ struct Fingerprint {
   int64_t count = 0;
 };
 
+// Of the round with which making a group ends; other kinds are the caller's.
+constexpr uint8_t kMaking = 255;
+
+inline Fingerprint making() {
+  Fingerprint print;
+  print.sequence = ~uint64_t{0};  // of no call
+  print.kind = kMaking;
+  return print;
+}
+
 // Rank 0's sizes count for all ranks; a timeout is each rank's own.
 struct GroupOptions {
   size_t slot_bytes = size_t{512} << 10;  // rounded up to pages
@@ -178,8 +188,8 @@ class Group : public std::enable_shared_from_this<Group> {
   uint64_t round_ = 0;
   Fingerprint fingerprint_;  // mine of this round
   std::string label_;
-  std::vector<Announced> announced_;    // by all ranks for the last round, read once from shared memory
-  uint64_t arrived_at_ = ~uint64_t{0};  // the sequence number of arrivals_
+  std::vector<Announced> announced_;         // by all ranks for the last round, read once from shared memory
+  uint64_t arrived_at_ = making().sequence;  // the sequence number of arrivals_
   std::vector<int64_t> arrivals_;
 };
 
