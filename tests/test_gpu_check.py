@@ -100,7 +100,7 @@ def _figures():
         {"case": "l", "kind": "layer norm", "stage": 1, "dtype": "fp32", "bytes": {"forward": 4e8, "backward": 2e8},
          "ours": {"channels first": {"forward": 1e-4, "backward": 1e-4}},
          "theirs": {"channels first": {"forward": 2e-4, "backward": 2e-4}}},
-        {"case": "n", "kind": "depthwise layer norm", "stage": 1, "dtype": "bf16", "flop": {"forward": 3e9},
+        {"case": "n", "kind": "depthwise layer norm", "layout": "channels last", "stage": 1, "dtype": "bf16", "flop": {"forward": 3e9},
          "bytes": {"forward": 3e8}, "ours": {"forward": 1e-4}, "two_ops": {"forward": 1.5e-4}, "theirs": {"forward": 4e-4}},
         {"case": "h", "kind": "halo pack", "what": "small", "bytes": 1000, "moved": 2000, "ours": {"pack": 6e-6},
          "theirs": {"narrow and copy": 1e-5}},
@@ -134,7 +134,7 @@ def test_the_page_compares_figures_with_targets():
     assert found["the article's step: memory over the reference"].figures == [pytest.approx(0.6)]
     made = page.text(results)
     assert "a card" in made and "wrong / and long" in made
-    assert "| stage 1, bf16, forward | 100.0 | 150.0 | 400.0 | 1.50 | 4.00 | 75% |" in made
+    assert "| stage 1, bf16, channels last, forward | 100.0 | 150.0 | 400.0 | 1.50 | 4.00 | 75% |" in made
     assert not page.all_well(results)
     results["about"]["dry_run"] = True
     assert not any(outcome.figures for outcome in targets.outcomes(results))

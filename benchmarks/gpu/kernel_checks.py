@@ -153,11 +153,11 @@ def depthwise_with_halos(kernel: int, stride: int, dilation: int, dtype: torch.d
     return run
 
 
-def depthwise_layer_norm(kernel: int, channels: int, dtype: torch.dtype) -> Run:
-    """The op on whole images, channels last; and the kernel with halos, interior and border as separate launches."""
+def depthwise_layer_norm(kernel: int, channels: int, dtype: torch.dtype, layout: Any) -> Run:
+    """The op on whole images; and the kernel with halos, interior and border as separate launches."""
 
     def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-        reach, layout = kernel // 2, torch.channels_last
+        reach = kernel // 2
         depths = [rng.choice([0, reach]) for _ in range(4)]
         height, width = rng.randint(kernel, 40), rng.randint(kernel, 40)
         sizes = (rng.randint(1, 2), channels, height + sum(depths[:2]), width + sum(depths[2:]))
@@ -307,10 +307,9 @@ def cases() -> Iterator[tuple[str, torch.dtype, Run]]:
                     yield f"{name}, with halos, {where}", dtype, depthwise_with_halos(*window, dtype, layout)
             for channels in (8, 96, 257, 1024, 2048):
                 yield f"layer norm over {channels}, {where}", dtype, layer_norm(channels, dtype, layout)
-            if layout is torch.channels_last:
-                for kernel, channels in [(7, 96), (7, 1024), (3, 257), (5, 32), (13, 40)]:
-                    name = f"depthwise {kernel}x{kernel} and layer norm over {channels}, {where}"
-                    yield name, dtype, depthwise_layer_norm(kernel, channels, dtype)
+            for kernel, channels in [(7, 96), (7, 1024), (3, 257), (5, 32), (13, 40)]:
+                name = f"depthwise {kernel}x{kernel} and layer norm over {channels}, {where}"
+                yield name, dtype, depthwise_layer_norm(kernel, channels, dtype, layout)
             for kind in ("batch", "group"):
                 yield f"{kind} norm, {where}", dtype, norm(kind, dtype, layout)
             for mode in ("nearest", "bilinear", "bicubic"):

@@ -148,8 +148,8 @@ def layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
     return row
 
 
-def depthwise_layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
-    """7x7 and the norm over C behind it, channels last: in one pass, by two ops of ours, and PyTorch's."""
+def depthwise_layer_norm(part: Part, stage: int, kind: str, layout: str) -> dict[str, Any]:
+    """7x7 and the norm over C behind it: by one op (channels first in one pass where that pays), by two, and PyTorch's."""
     shape, dtype, device = _shape(part, stage), DTYPES[kind], part.device
     c, numel = shape[1], torch.Size(shape).numel()
     at: tuple[list[int], list[int], list[int]] = ([1, 1], [REACH, REACH], [1, 1])
@@ -163,12 +163,13 @@ def depthwise_layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
         return F.layer_norm(convolved.permute(0, 2, 3, 1), (c,), w, b, 1e-6).permute(0, 3, 1, 2)
 
     def make() -> list[Tensor]:
-        x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=torch.channels_last)
+        x = torch.randn(shape, device=device).to(dtype).contiguous(memory_format=LAYOUTS[layout])
         return [x, *(torch.randn(size, device=device).to(dtype) for size in ((c, 1, 7, 7), (c,), (c,), (c,)))]
 
     num_bytes, access = 3 * numel * dtype.itemsize, numel * dtype.itemsize
     return {
         "kind": "depthwise layer norm",
+        "layout": layout,
         "stage": stage + 1,
         "dtype": kind,
         "shape": list(shape),
@@ -352,10 +353,11 @@ def run(part: Part, options: argparse.Namespace) -> None:
             part.case(f"layer norm, stage {stage + 1}, {kind}", lambda s=stage, k=kind: layer_norm(part, s, k))  # type: ignore[misc]
     for kind in DTYPES:
         for stage in range(1 if part.dry else len(STAGES)):
-            part.case(
-                f"depthwise and layer norm, stage {stage + 1}, {kind}",
-                lambda s=stage, k=kind: depthwise_layer_norm(part, s, k),  # type: ignore[misc]
-            )
+            for layout in LAYOUTS:
+                part.case(
+                    f"depthwise and layer norm, stage {stage + 1}, {kind}, {layout}",
+                    lambda s=stage, k=kind, way=layout: depthwise_layer_norm(part, s, k, way),  # type: ignore[misc]
+                )
     first = _shape(part, 0)
     n, c, h, w = first
     halos = [("3 columns, channels first", first, 3, 3), ("3 rows, channels first", first, 2, 3)]

@@ -60,7 +60,7 @@ def text(results: dict[str, Any]) -> str:
         "### Ceilings measured in the run\n\n" + _ceilings(rows),
         *_section("Depthwise convolutions 7x7", _depthwise(rows)),
         *_section("Layer norm over channels", _layer_norm(rows)),
-        *_section("Depthwise convolution 7x7 and layer norm, channels last", _depthwise_layer_norm(rows)),
+        *_section("Depthwise convolution 7x7 and layer norm", _depthwise_layer_norm(rows)),
         *_section("Moving", _moving(rows)),
         *_section("Other ops", _ops(rows)),
         *_section("The article's workload", _article(rows)),
@@ -172,7 +172,7 @@ def _depthwise_layer_norm(rows: list[Row]) -> str:
             two, theirs = row["two_ops"][name], row["theirs"][name]
             floor = max(row["flop"][name] / peak, row["bytes"][name] / speed) if peak and speed else 0.0
             lines.append([
-                f"stage {row['stage']}, {row['dtype']}, {name}", _us(taken), _us(two), _us(theirs),
+                f"stage {row['stage']}, {row['dtype']}, {row['layout']}, {name}", _us(taken), _us(two), _us(theirs),
                 f"{two / taken:.2f}", f"{theirs / taken:.2f}", f"{floor / taken:.0%}",
             ])  # fmt: skip
     headings = [

@@ -117,7 +117,7 @@ void depthwise_layer_norm(const at::Tensor& own, const Halos& halos, const at::T
   const auto which = part_of(part);
   TORCH_CHECK_VALUE(
       kernels::depthwise_layer_norm_fits(params, own.element_size(), spatial::most_shared_bytes(own)),
-      "depthwise_layer_norm: the kernel takes images with channels last, of which 32 positions fit into a block");
+      "depthwise_layer_norm: the kernel takes images of which 32 positions with all channels fit into a block");
   AT_DISPATCH_V2(own.scalar_type(), "depthwise_layer_norm", AT_WRAP([&] {
                    const auto in = planes<scalar_t>(own, halos);
                    const kernels::DepthwiseLayerNormArgs<scalar_t> args{

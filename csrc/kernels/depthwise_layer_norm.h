@@ -2,7 +2,7 @@
 
 #include "kernels/depthwise.h"
 
-// Depthwise convolution of [N, H, W, C], and layer norm over the channels of its output: a block holds some positions
+// Depthwise convolution of [N, C, H, W], and layer norm over the channels of its output: a block holds some positions
 // with all their channels, so that the output of the convolution is not read again.
 namespace torchtp::kernels {
 
@@ -13,15 +13,19 @@ struct DepthwiseLayerNormArgs {
   const float* norm_weight;
   const float* norm_bias;
   float eps;
-  T* out;        // own [N, out_height, out_width, C]
+  T* out;        // own [N, C, out_height, out_width], channels first or last as the input's
   T* convolved;  // the convolution's output, which is what the backward of the norm reads; may be null
   float* mean;   // [N, out_height, out_width]
   float* rstd;
 };
 
-// Whether there is a program: stride and dilation 1, channels last, and 32 positions with all their channels in a
-// block's shared memory beside the window of 32 channels.
+// Whether there is a program: stride and dilation 1, and 32 positions with all their channels in a block's shared
+// memory beside the window of 32 channels.
 bool depthwise_layer_norm_fits(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared);
+
+// Whether it is to be preferred to one kernel after the other: channels first only with whole tiles of 128 positions
+// (docs/cuda.md, a calculation; what a card says of it: benchmarks/gpu/kernel_times.py).
+bool depthwise_layer_norm_pays(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared);
 
 // For params that fit; the device's program.
 template <typename T>

@@ -6,12 +6,24 @@
 
 namespace torchtp::kernels {
 
+namespace {
+
+size_t bytes_of(const DepthwiseParams& params, int64_t element_bytes, int32_t rows, int32_t columns) {
+  return DepthwiseLayerNormMemory{
+      rows, columns, params.y.kernel, params.x.kernel, params.channels, element_bytes, params.channels_last}
+      .bytes();
+}
+
+}  // namespace
+
 bool depthwise_layer_norm_fits(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared) {
-  const auto bytes = [&](int32_t rows, int32_t columns) {
-    return DepthwiseLayerNormMemory{rows, columns, params.y.kernel, params.x.kernel, params.channels, element_bytes}
-        .bytes();
-  };
-  return params.channels_last && unit_steps(params) && bytes(4, 8) <= most_shared && bytes(8, 4) <= most_shared;
+  return unit_steps(params) && bytes_of(params, element_bytes, 4, 8) <= most_shared &&
+         bytes_of(params, element_bytes, 8, 4) <= most_shared;
+}
+
+bool depthwise_layer_norm_pays(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared) {
+  if (params.channels_last) return depthwise_layer_norm_fits(params, element_bytes, most_shared);
+  return unit_steps(params) && bytes_of(params, element_bytes, 4, 32) <= most_shared;
 }
 
 template <typename T>

@@ -9,22 +9,27 @@
 namespace torchtp::kernels {
 
 // The shared memory of a block, in bytes: the window of kLanes channels and their filters in float, and what the
-// convolution has given of all channels, as T.
+// convolution has given of all channels, as T, position by position.
 struct DepthwiseLayerNormMemory {
   int32_t rows, columns;  // of the tile of outputs
   int32_t kernel_y, kernel_x, channels;
   int64_t element_bytes;
+  bool channels_last;
 
   TORCHTP_HOST_DEVICE int32_t window_rows() const { return rows + kernel_y - 1; }
   TORCHTP_HOST_DEVICE int32_t window_columns() const { return columns + kernel_x - 1; }
-  TORCHTP_HOST_DEVICE int32_t window_floats() const { return window_rows() * window_columns() * kLanes; }
+  TORCHTP_HOST_DEVICE int32_t window_floats() const {
+    return round_to_fours(window_rows() * window_columns() * (channels_last ? kLanes : kSpacedLanes));
+  }
   // From one channel's filter to the next one's; odd, so that the lanes of a warp meet different banks.
   TORCHTP_HOST_DEVICE int32_t filter_pitch() const { return kernel_y * kernel_x | 1; }
   TORCHTP_HOST_DEVICE int32_t filter_floats() const { return kLanes * filter_pitch(); }
-  // From one position to the next one, in elements: whole loads of 16 bytes.
+  // From one position to the next one, in elements: whole loads of 16 bytes, or an odd number of 4 bytes, as the lanes
+  // of a warp read one channel of neighbouring positions.
   TORCHTP_HOST_DEVICE int32_t held_pitch() const {
-    const auto wide = static_cast<int32_t>(16 / element_bytes);
-    return (channels + wide - 1) / wide * wide;
+    const auto wide = static_cast<int32_t>((channels_last ? 16 : 4) / element_bytes);
+    const int32_t loads = (channels + wide - 1) / wide;
+    return (channels_last ? loads : loads | 1) * wide;
   }
   size_t bytes() const {
     return sizeof(float) * (size_t(window_floats()) + filter_floats()) +
@@ -34,18 +39,21 @@ struct DepthwiseLayerNormMemory {
 
 // A block takes a tile of positions, and step after step 32 of their channels: the window comes into shared memory, and
 // a warp's lanes convolve a channel each, 4 x 4 outputs a thread. What they give stays in shared memory, as T, and is
-// normed from there once all channels have passed. kKernel: known to the compiler, the filter then in registers; or 0.
-template <typename T, int kKernel>
+// normed from there once all channels have passed: neighbouring threads take what lies side by side in memory, channels
+// or positions. kKernel: known to the compiler, the filter then in registers; or 0.
+template <typename T, int kKernel, bool kChannelsLast>
 struct DepthwiseLayerNorm {
   static constexpr int kThreads = 256, kBlocksPerSm = 2;
   static constexpr int kStepPhases = 2, kPhases = 5;
   static constexpr int kRows = 4, kColumns = 4, kLogSpots = 3;
-  // Neighbouring threads that norm a position; positions that each norms.
-  static constexpr int team = 8, apart = 1, kTeams = kThreads / team;
+  // Threads that norm a position together; positions that each norms.
+  static constexpr int kShare = 8, kTeams = kThreads / kShare;
+  static constexpr int team = kChannelsLast ? kShare : kThreads, apart = kChannelsLast ? 1 : kTeams;
   static constexpr int kEach = (kRows * kColumns << kLogSpots) / kTeams;
-  static constexpr int kWide = 16 / sizeof(T);
-  // With which two blocks share a multiprocessor of sm_90.
-  static constexpr size_t kGoodShared = 112 * 1024;
+  static constexpr int kWide = kChannelsLast ? 16 / sizeof(T) : 1;
+  static constexpr int kPixel = kChannelsLast ? kLanes : kSpacedLanes;  // floats of the window
+  // With which two blocks share a multiprocessor of sm_90. Channels first long rows, of whole sectors, count for more.
+  static constexpr size_t kGoodShared = kChannelsLast ? 112 * 1024 : kMostSharedBytes;
   struct State {
     Vector<kEach> partial, mean;
   };
@@ -61,19 +69,20 @@ struct DepthwiseLayerNorm {
                                  const DepthwiseParams& params, const Regions& regions, size_t most_shared) {
     const T *const out = args.out, *const convolved = args.convolved;
     DepthwiseLayerNorm program{in, args, params, aligned(params.channels, kWide, {out, convolved}), {}, {}};
-    program.grid = tile_grid(kLogSpots, 0, false, kRows, kColumns, 2, regions);
+    program.grid = tile_grid(kLogSpots, 0, false, kRows, kColumns, kChannelsLast ? 2 : 3, regions);
     const size_t good = most_shared < kGoodShared ? most_shared : kGoodShared;
     TileGrid& grid = program.grid;
     // Down to two threads' tiles, which depthwise_layer_norm_fits promises.
     while (program.shared_bytes() > good && grid.log_x + grid.log_y > 1) shrink(grid, false);
     const DepthwiseLayerNormMemory memory = program.memory();
+    const int64_t innermost = kChannelsLast ? in.channels : in.width;
     program.stage =
-        stage_shape(kLanes, memory.window_rows(), memory.window_columns(), 0, loads_four(in.own, params.channels));
+        stage_shape(kLanes, memory.window_rows(), memory.window_columns(), 0, loads_four(in.own, innermost));
     return program;
   }
 
   TORCHTP_HOST_DEVICE DepthwiseLayerNormMemory memory() const {
-    return {grid.rows(), grid.columns(), kernel_y(), kernel_x(), params.channels, sizeof(T)};
+    return {grid.rows(), grid.columns(), kernel_y(), kernel_x(), params.channels, sizeof(T), kChannelsLast};
   }
   size_t shared_bytes() const { return memory().bytes(); }
   int64_t num_blocks() const { return params.batches * grid.tiles(); }
@@ -96,7 +105,7 @@ struct DepthwiseLayerNorm {
       bring(place.thread, n, step * kLanes, tile, window, filters);
     } else if constexpr (kPhase == 1) {
       convolve(place.thread, step * kLanes, window, filters, held);
-    } else if (wide) {
+    } else if (kWide > 1 && wide) {
       norm<kPhase, kWide>(place.thread, n, tile, held, state);
     } else {
       norm<kPhase, 1>(place.thread, n, tile, held, state);
@@ -115,7 +124,12 @@ struct DepthwiseLayerNorm {
       filters[q * pitch + tap] =
           c0 + q < params.channels ? static_cast<float>(args.weight[int64_t{c0 + q} * taps + tap]) : 0;
     }
-    stage_interleaved<kThreads>(in, stage, n, c0, tile.y0 - params.y.offset, tile.x0 - params.x.offset, thread, window);
+    const int32_t y0 = tile.y0 - params.y.offset, x0 = tile.x0 - params.x.offset;
+    if constexpr (kChannelsLast) {
+      stage_interleaved<kThreads>(in, stage, n, c0, y0, x0, thread, window);
+    } else {
+      stage_interleaved_from_first<kThreads>(in, stage, n, c0, y0, x0, thread, window);
+    }
   }
 
   // All of the tile, so that nothing of it is left as it was; the norm leaves out what is not of the region.
@@ -130,8 +144,8 @@ struct DepthwiseLayerNorm {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) sums[r][j] = start;
     }
-    const int32_t row_floats = stage.columns * kLanes;
-    const float* const from = window + ty * kRows * row_floats + tx * kColumns * kLanes + q;
+    const int32_t row_floats = stage.columns * kPixel;
+    const float* const from = window + ty * kRows * row_floats + tx * kColumns * kPixel + q;
     const float* const filter = filters + q * memory().filter_pitch();
     if constexpr (kKernel > 0) {
       take_known(from, row_floats, filter, sums);
@@ -156,7 +170,7 @@ struct DepthwiseLayerNorm {
 #pragma unroll
     for (int v = 0; v < kRows - 1 + kKernel; ++v, from += row_floats) {
       float row[kColumns - 1 + kKernel];
-      read_row<kColumns - 1 + kKernel, true>(from, row);
+      read_row<kColumns - 1 + kKernel, true, kPixel>(from, row);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int ky = v - r;
@@ -178,7 +192,7 @@ struct DepthwiseLayerNorm {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int j = 1; j < kColumns; ++j) row[r][j] = from[r * row_floats + (j - 1) * kLanes];
+        for (int j = 1; j < kColumns; ++j) row[r][j] = from[r * row_floats + (j - 1) * kPixel];
       }
 #pragma unroll 4
       for (int32_t kx = 0; kx < params.x.kernel; ++kx) {
@@ -187,7 +201,7 @@ struct DepthwiseLayerNorm {
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
           for (int j = 0; j + 1 < kColumns; ++j) row[r][j] = row[r][j + 1];
-          row[r][kColumns - 1] = from[r * row_floats + (kx + kColumns - 1) * kLanes];
+          row[r][kColumns - 1] = from[r * row_floats + (kx + kColumns - 1) * kPixel];
 #pragma unroll
           for (int j = 0; j < kColumns; ++j) sums[r][j] += row[r][j] * tap;
         }
@@ -195,12 +209,21 @@ struct DepthwiseLayerNorm {
     }
   }
 
-  // The positions of this thread's team, side by side and then below each other: numbers in the tile (those from the
-  // end of the tile on are none), and in the output; negative outside the region.
-  TORCHTP_HOST_DEVICE static int32_t spot(int thread, int i) { return thread / team + i * kTeams; }
+  // This thread's place among those that norm its positions.
+  TORCHTP_HOST_DEVICE static int place_in_team(int thread) { return kChannelsLast ? thread % kShare : thread / kTeams; }
+  // Its positions: numbers in the tile (those from the end of the tile on are none), and in the output; negative
+  // outside the region.
+  TORCHTP_HOST_DEVICE static int32_t spot(int thread, int i) {
+    return (kChannelsLast ? thread / kShare : thread % kTeams) + i * kTeams;
+  }
   TORCHTP_HOST_DEVICE int64_t position(int32_t spot, int64_t n, const Region& tile) const {
     const int32_t y = tile.y0 + spot / grid.columns(), x = tile.x0 + spot % grid.columns();
     return y < tile.y1 && x < tile.x1 ? (n * params.out_height + y) * params.out_width + x : -1;
+  }
+  // Of channel c there.
+  TORCHTP_HOST_DEVICE int64_t element(int64_t position, int64_t n, int32_t c) const {
+    if constexpr (kChannelsLast) return position * params.channels + c;
+    return position + (n * (params.channels - 1) + c) * params.out_height * params.out_width;
   }
 
   // The sum and where it is wanted the copy, the squares, the result; kVector neighbouring channels at once.
@@ -217,12 +240,12 @@ struct DepthwiseLayerNorm {
       if constexpr (kPhase == 3) state.mean.values[i] = state.partial.values[i] * each;
       if constexpr (kPhase == 4) {
         factors.values[i] = layer_norm_rstd(state.partial.values[i] * each, args.eps);
-        if (at[i] < 0 || thread % team != 0) continue;
+        if (at[i] < 0 || place_in_team(thread) != 0) continue;
         args.mean[at[i]] = state.mean.values[i];
         args.rstd[at[i]] = factors.values[i];
       }
     }
-    for (int32_t c = thread % team * kVector; c < params.channels; c += team * kVector) {
+    for (int32_t c = place_in_team(thread) * kVector; c < params.channels; c += kShare * kVector) {
       float weight[kVector], bias[kVector];
       if constexpr (kPhase == 4) {
 #pragma unroll
@@ -234,7 +257,7 @@ struct DepthwiseLayerNorm {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (at[i] < 0) continue;
-        const int64_t to = at[i] * params.channels + c;
+        const int64_t to = element(at[i], n, c);
         Elements elements = *reinterpret_cast<const Elements*>(held + spot(thread, i) * pitch + c);
         if (kPhase == 2 && args.convolved) *reinterpret_cast<Elements*>(args.convolved + to) = elements;
 #pragma unroll

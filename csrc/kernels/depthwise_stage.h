@@ -64,17 +64,19 @@ inline StageShape stranded_shape(int32_t planes, int32_t rows, int32_t columns, 
   return shape;
 }
 
-// Channels first: planes [first_plane, first_plane + planes) of num_planes, from input row y0 and column x0 on.
-template <int kThreads, bool kInStrands = false, typename T>
-TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
-                                      int64_t num_planes, int32_t y0, int32_t x0, int thread, float* tile) {
+// Channels first: planes [first_plane, first_plane + planes) of those below end_plane, from input row y0 and column x0
+// on. What is in row `row` and column `column` of plane number q goes to tile[place(q, row, column)].
+template <int kThreads, typename T, typename PlaceOf>
+TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                      int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
+                                      const PlaceOf& place) {
   const bool fours = shape.fours && shape.steps.x == 1;
   const int32_t shift = fours ? x0 & 3 : 0, start = x0 - shift, row_threads = 1 << shape.log_row_threads;
-  for (int32_t row = thread >> shape.log_row_threads; row < shape.planes * shape.rows;
-       row += kThreads >> shape.log_row_threads) {
-    const int32_t q = row / shape.rows, y = y0 + (row - q * shape.rows) * shape.steps.y;
+  for (int32_t line = thread >> shape.log_row_threads; line < shape.planes * shape.rows;
+       line += kThreads >> shape.log_row_threads) {
+    const int32_t q = line / shape.rows, row = line - q * shape.rows, y = y0 + row * shape.steps.y;
     const int64_t plane = first_plane + q;
-    const bool there = plane < num_planes;
+    const bool there = plane < end_plane;
     for (int32_t v = 4 * (thread & (row_threads - 1)); v < shift + shape.columns; v += 4 * row_threads) {
       const int32_t x = start + v * shape.steps.x;
       float four[4] = {0, 0, 0, 0};
@@ -89,11 +91,44 @@ TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape&
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int32_t column = v + i - shift;
-        if (column < 0 || column >= shape.columns) continue;
-        tile[row * shape.pitch + (kInStrands ? shape.strands.place(column) : column)] = four[i];
+        if (column >= 0 && column < shape.columns) tile[place(q, row, column)] = four[i];
       }
     }
   }
+}
+
+template <bool kInStrands>
+struct PlanarPlace {
+  const StageShape& shape;
+
+  TORCHTP_HOST_DEVICE int32_t operator()(int32_t q, int32_t row, int32_t column) const {
+    return (q * shape.rows + row) * shape.pitch + (kInStrands ? shape.strands.place(column) : column);
+  }
+};
+
+template <int kThreads, bool kInStrands = false, typename T>
+TORCHTP_HOST_DEVICE void stage_planar(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                      int64_t num_planes, int32_t y0, int32_t x0, int thread, float* tile) {
+  stage_planes<kThreads>(in, shape, first_plane, num_planes, y0, x0, thread, tile, PlanarPlace<kInStrands>{shape});
+}
+
+// [rows][columns][kLanes], a float more from pixel to pixel: neighbours in a row meet different banks.
+constexpr int kSpacedLanes = kLanes + 1;
+
+struct SpacedPlace {
+  int32_t columns;
+
+  TORCHTP_HOST_DEVICE int32_t operator()(int32_t q, int32_t row, int32_t column) const {
+    return (row * columns + column) * kSpacedLanes + q;
+  }
+};
+
+// Channels first, but interleaved in shared memory: channels from c0 on of batch n.
+template <int kThreads, typename T>
+TORCHTP_HOST_DEVICE void stage_interleaved_from_first(const HaloPlanes<T>& in, const StageShape& shape, int64_t n,
+                                                      int32_t c0, int32_t y0, int32_t x0, int thread, float* tile) {
+  const int64_t first = n * in.channels;
+  stage_planes<kThreads>(in, shape, first + c0, first + in.channels, y0, x0, thread, tile, SpacedPlace{shape.columns});
 }
 
 // Channels last, [rows][columns][kLanes]: channels from c0 on of batch n.
@@ -133,12 +168,12 @@ TORCHTP_HOST_DEVICE void stage_planar_from_last(const HaloPlanes<T>& in, const S
   }
 }
 
-// A row of kCount values of one thread, from both kinds of tile.
-template <int kCount, bool kInterleaved>
+// A row of kCount values of one thread, from both kinds of tile; kApart: from pixel to pixel of an interleaved one.
+template <int kCount, bool kInterleaved, int kApart = kLanes>
 TORCHTP_HOST_DEVICE void read_row(const float* from, float (&row)[kCount]) {
   if constexpr (kInterleaved) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) row[i] = from[i * kLanes];
+    for (int i = 0; i < kCount; ++i) row[i] = from[i * kApart];
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {

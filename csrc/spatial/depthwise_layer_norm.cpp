@@ -57,25 +57,24 @@ void run(const HaloPlanes<T>& planes, const DepthwiseLayerNormArgs<T>& args, con
   kernels::depthwise_layer_norm_cpu(planes, args, params, part);
 }
 
-// Of an input whose channels come last.
-bool fits(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+kernels::DepthwiseParams numbers_of(const at::Tensor& input, const at::Tensor& weight,
+                                    const ConvolutionParams& params) {
   const auto axis = [&](int64_t index) {
     return kernels::DepthwiseAxis{static_cast<int32_t>(weight.size(index + 2)),
                                   static_cast<int32_t>(params.stride[index]),
                                   static_cast<int32_t>(params.dilation[index])};
   };
-  const kernels::DepthwiseParams numbers{
-      input.size(0), static_cast<int32_t>(input.size(1)), 0, 0, 0, 0, axis(0), axis(1), true};
-  return input.size(1) > 0 &&
-         kernels::depthwise_layer_norm_fits(numbers, input.element_size(), most_shared_bytes(input));
+  const bool channels_last = input.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  return {input.size(0), static_cast<int32_t>(input.size(1)), 0, 0, 0, 0, axis(0), axis(1), channels_last};
 }
 
 }  // namespace
 
 bool has_depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
   // What convolution gives to other code exchanges halos in another way.
-  return has_depthwise(input, weight, params) && input.suggest_memory_format() == at::MemoryFormat::ChannelsLast &&
-         fits(input, weight, params);
+  return has_depthwise(input, weight, params) && input.size(1) > 0 &&
+         kernels::depthwise_layer_norm_pays(numbers_of(input, weight, params), input.element_size(),
+                                            most_shared_bytes(input));
 }
 
 Four depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
@@ -94,15 +93,15 @@ Four depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, con
 Four depthwise_layer_norm_pieces(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
                                  const ConvolutionParams& params, const ChannelNorm& norm, bool keep,
                                  const std::vector<Cut>& cuts) {
-  const auto format = at::MemoryFormat::ChannelsLast;
-  const at::Tensor x = input.contiguous(format), w = weight.contiguous();
-  TORCH_CHECK_VALUE(fits(x, w, params),
+  const at::Tensor x = dense(input), w = weight.contiguous();
+  const auto format = x.suggest_memory_format();
+  TORCH_CHECK_VALUE(x.size(1) > 0 && kernels::depthwise_layer_norm_fits(numbers_of(x, w, params), x.element_size(),
+                                                                        most_shared_bytes(x)),
                     "depthwise_layer_norm_pieces: the kernel takes filters with a stride and "
                     "dilation of 1 whose window fits into a block's memory beside 32 positions of all channels");
   const at::Tensor b = factors(bias, x.scalar_type());
   const at::Tensor norm_weight = factors(norm.weight, at::kFloat), norm_bias = factors(norm.bias, at::kFloat);
-  DepthwiseOutput output = depthwise_output(x, w, params, cuts);
-  output.params.channels_last = true;  // an empty shard does not say so
+  const DepthwiseOutput output = depthwise_output(x, w, params, cuts);
   Surroundings surroundings(x, format, cuts, output.wanted);
   const at::Tensor out = at::empty(output.sizes, x.options(), format);
   const at::Tensor convolved = keep ? at::empty_like(out) : not_kept(x);

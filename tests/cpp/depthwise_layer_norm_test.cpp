@@ -62,19 +62,32 @@ struct Results {
   }
 };
 
+// [N, C, positions] as [N, positions, C].
+template <typename T>
+std::vector<T> channels_inner(const std::vector<T>& x, int64_t batches, int64_t channels) {
+  std::vector<T> out(x.size());
+  const int64_t positions = static_cast<int64_t>(x.size()) / (batches * channels);
+  for (int64_t n = 0; n < batches; ++n)
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t p = 0; p < positions; ++p) {
+        out[(n * positions + p) * channels + c] = x[(n * channels + c) * positions + p];
+      }
+  return out;
+}
+
 template <typename T>
 void check_rank(const Setting& s, const test::DepthwiseCase& convolution, const Image& in, const Image& convolved,
-                const Factors& factors, int64_t rank_y, int64_t rank_x) {
+                const Factors& factors, int64_t rank_y, int64_t rank_x, bool last) {
   const Interval in_rows = owned(s.height, s.ranks_y, rank_y), in_columns = owned(s.width, s.ranks_x, rank_x);
   const Interval rows = owned(convolved.height, s.ranks_y, rank_y), columns = owned(convolved.width, s.ranks_x, rank_x);
-  const auto params = convolution.params(in, in_rows, in_columns, rows, columns, true);
+  const auto params = convolution.params(in, in_rows, in_columns, rows, columns, last);
   CHECK(kernels::depthwise_layer_norm_fits(params, sizeof(T), s.most_shared));
   const test::HaloCase<T> x(in, in_rows, in_columns, test::needs(rows, convolution.y, s.height),
-                            test::needs(columns, convolution.x, s.width), true);
+                            test::needs(columns, convolution.x, s.width), last);
   // What the norm is of: the convolution's output as T holds it, which is exact before.
   const auto middle = test::cropped<T>(convolved, rows, columns, true);
   const Norm expected(std::vector<double>(middle.begin(), middle.end()), s.channels, factors);
-  const std::string name = s.name(rank_y, rank_x, true);
+  const std::string name = s.name(rank_y, rank_x, last);
 
   const auto weight = test::converted<T>(factors.weight), bias = test::converted<T>(factors.bias);
   const auto norm_weight = test::converted<float>(factors.norm_weight);
@@ -89,11 +102,12 @@ void check_rank(const Setting& s, const test::DepthwiseCase& convolution, const 
                                  nullptr,
                                  nullptr};
   const int64_t positions = static_cast<int64_t>(expected.mean.size());
+  const auto inner = [&](const std::vector<T>& x) { return last ? x : channels_inner(x, s.batches, s.channels); };
   const auto check_all = [&](const Results<T>& found, const std::string& how) {
-    test::check_same(found.convolved, middle, name + ", convolution" + how);
+    test::check_same(inner(found.convolved), middle, name + ", convolution" + how);
     test::check_close(found.mean, expected.mean, 1e-5, name + ", mean" + how);
     test::check_close(found.rstd, expected.rstd, 1e-5, name + ", 1 / standard deviation" + how);
-    test::check_close(found.out, expected.out, test::tolerance<T>(), name + ", output" + how);
+    test::check_close(inner(found.out), expected.out, test::tolerance<T>(), name + ", output" + how);
   };
   Results<T> whole(positions, s.channels), parts(whole), alone(whole);
   whole.put_in(args);
@@ -130,7 +144,9 @@ void check(const Setting& s, bool affine = true) {
   const Image convolved = convolution.forward(in, factors.weight, factors.bias);
   for (int64_t rank_y = 0; rank_y < s.ranks_y; ++rank_y)
     for (int64_t rank_x = 0; rank_x < s.ranks_x; ++rank_x)
-      check_rank<T>(s, convolution, in, convolved, factors, rank_y, rank_x);
+      for (const bool last : {true, false}) {
+        check_rank<T>(s, convolution, in, convolved, factors, rank_y, rank_x, last);
+      }
 }
 
 void one_rank() {
@@ -184,18 +200,22 @@ void blocks_with_little_shared_memory() {
 void without_bias_and_factors() { check<float>({7, 1, 3, 1, 2, 24, 12, 10, 1, 2}, false); }
 
 void what_fits() {
-  const auto fits = [](int32_t kernel, int32_t channels, int64_t bytes, size_t most) {
-    const DepthwiseParams params{1, channels, 9, 9, 9, 9, {kernel, 1, 1, 0}, {kernel, 1, 1, 0}, true};
-    return kernels::depthwise_layer_norm_fits(params, bytes, most);
+  const auto asks = [](const auto& whether, int32_t kernel, int32_t channels, int64_t bytes, size_t most, bool last) {
+    const DepthwiseParams params{1, channels, 9, 9, 9, 9, {kernel, 1, 1, 0}, {kernel, 1, 1, 0}, last};
+    return whether(params, bytes, most);
   };
-  CHECK(fits(7, 2048, 2, kernels::kMostSharedBytes) && fits(7, 1024, 4, kernels::kMostSharedBytes));
-  CHECK(!fits(7, 2048, 4, kernels::kMostSharedBytes) && fits(7, 768, 2, kernels::kLeastSharedBytes));
-  CHECK(!fits(7, 1024, 2, kernels::kLeastSharedBytes) && !fits(31, 8, 2, kernels::kMostSharedBytes));
-  DepthwiseParams params{1, 8, 9, 9, 9, 9, {3, 1, 1, 1}, {3, 1, 1, 1}, false};
-  CHECK(!kernels::depthwise_layer_norm_fits(params, 4, kernels::kMostSharedBytes));
-  params.channels_last = true;
-  params.y.dilation = 2;
-  CHECK(!kernels::depthwise_layer_norm_fits(params, 4, kernels::kMostSharedBytes));
+  const auto& fits = kernels::depthwise_layer_norm_fits;
+  const auto& pays = kernels::depthwise_layer_norm_pays;
+  constexpr size_t kMost = kernels::kMostSharedBytes, kLeast = kernels::kLeastSharedBytes;
+  for (const bool last : {true, false}) {
+    CHECK(asks(fits, 7, 2048, 2, kMost, last) && asks(fits, 7, 1024, 4, kMost, last));
+    CHECK(!asks(fits, 7, 2048, 4, kMost, last) && asks(fits, 7, 768, 2, kLeast, last));
+    CHECK(!asks(fits, 7, 1024, 2, kLeast, last) && !asks(fits, 31, 8, 2, kMost, last));
+    CHECK(asks(pays, 7, 2048, 2, kMost, last) == last && asks(pays, 7, 512, 2, kMost, last));
+    DepthwiseParams params{1, 8, 9, 9, 9, 9, {3, 1, 1, 1}, {3, 1, 1, 1}, last};
+    params.y.dilation = 2;
+    CHECK(!fits(params, 4, kMost) && !pays(params, 4, kMost));
+  }
 }
 
 }  // namespace
