@@ -1,6 +1,7 @@
 """Vectors and sequences that go in beside images: what made them outside the module trains exactly too."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import make_layout
 from torch import nn
+from torch.distributed.tensor import DTensor
 from training import make_images
 
 import torchtp
@@ -131,3 +133,58 @@ def test_a_vector_that_takes_a_gradient_on_some_ranks_only():
     assert first == second
     assert "rank 0 has a tensor that takes a gradient of shape (1, 3, 4)" in first
     assert "rank 1 has a tensor of shape (1, 3, 4)" in first
+
+
+class TokensFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+
+    def forward(self, tokens, x):
+        cut = isinstance(self, torchtp.parallel._Root)
+        assert isinstance(x, DTensor) == cut and not isinstance(tokens, DTensor)
+        return self.conv(x) * tokens.mean(1)[:, :, None, None]
+
+
+def _tokens_first():
+    torch.manual_seed(0)
+    single = TokensFirst().double()
+    model = torchtp.parallelize(copy.deepcopy(single), make_layout({"w": 2}), output="full")
+    inputs = torch.randn(1, 3, 4, dtype=torch.float64), _batch(1)[0]
+    torch.testing.assert_close(model(*inputs), single(*inputs))
+
+
+def test_images_are_those_with_the_most_dims():
+    run_ranks(_tokens_first, 2)
+
+
+class FromLatent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 2 * 4 * 4)
+        self.conv = nn.Conv2d(2, 1, 3, padding=1)
+
+    def forward(self, latent):
+        return self.conv(self.first(latent).view(-1, 2, 4, 4))
+
+
+def _without_an_image():
+    layout = make_layout({"h": 1, "w": 2})
+    torch.manual_seed(0)
+    single = FromLatent().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    latent = torch.randn(2, 3, dtype=torch.float64)
+    with pytest.warns(torchtp.UncutWarning, match="no argument of FromLatent is a tensor of an image's dims"):
+        output = model(latent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(latent)  # said once
+    torch.testing.assert_close(output, single(latent))
+    (output**2).mean().backward()
+    (single(latent) ** 2).mean().backward()
+    gradients = [[parameter.grad for parameter in each.parameters()] for each in (model, single)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_model_without_an_image_is_exact_and_says_that_nothing_is_cut():
+    run_ranks(_without_an_image, 2)

@@ -6,7 +6,7 @@ import torchtp.backend as _backend
 import torchtp.trace as trace
 from torchtp import nn
 from torchtp.backend import monitored_barrier
-from torchtp.dtensor import GatherError, GatherWarning, strict
+from torchtp.dtensor import GatherError, GatherWarning, UncutWarning, strict
 from torchtp.explanation import Explanation, explain
 from torchtp.layout import Layout
 from torchtp.leaving import PartWarning
@@ -24,6 +24,7 @@ __all__ = [
     "Layout",
     "PartWarning",
     "Statistics",
+    "UncutWarning",
     "explain",
     "monitored_barrier",
     "nn",

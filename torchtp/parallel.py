@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torchtp import lazy, leaving, randomness
 from torchtp._compile import leave_eager
 from torchtp.agreement import Described
+from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.dtensor.whole import Gather, Given
 from torchtp.gradients import GradientReducer, broadcast_parameters
@@ -42,9 +43,8 @@ def parallelize(
     """Make `module` work on images cut as `layout` says: in place, and returned.
 
     Parameters and buffers keep their names and stay plain; they are broadcast from the first rank of `layout.group`.
-    Inputs: the first plain tensor among the arguments that has the dims of the layout behind its first dim tells the
-    number of dims of an image; every plain tensor with as many is an image, held whole by every rank of a spatial
-    group, and is cut. All others are passed as they are. So are DTensors on `layout.spatial_mesh`, which come from
+    Inputs: of the plain tensors among the arguments that have the dims of the layout behind their first dim, those with
+    the most dims are images, held whole by every rank of a spatial group, and are cut. All others are passed as they are. So are DTensors on `layout.spatial_mesh`, which come from
     `layout.shard`, `layout.from_tile`, or `layout.replicate` for what shall not be cut.
     Outputs: DTensors as they are ("dtensor"), this rank's parts ("local"), or whole on every rank ("full").
     Gradients: with `reduce` p.grad is the mean over `layout.group`, which is the gradient, when backward() returns
@@ -92,6 +92,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 _STATE = "_torchtp"
+_IMAGE = "an image"
 
 
 class _State:
@@ -106,6 +107,7 @@ class _State:
         self.equal: dict[int, torch.Tensor] = {}  # by id; what all ranks are known to have alike until then
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
+        self._said_uncut = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
@@ -140,6 +142,9 @@ class _State:
         complaint = complaint or (self._replaced(module, reducer) if reducer is not None else "")
         note = randomness.fingerprint(self.layout)
         notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None and module.training)
+        if self.layout.num_shards > 1 and not self._said_uncut and not any(_is_image(one) for one in tensors):
+            self._said_uncut = True
+            notice.uncut(type(module).__name__, repr(self.layout))
         args, kwargs = self._cut(args, kwargs)
         with randomness.stream(self.layout, notes), lazy.running():
             outputs = forward(*args, **kwargs)
@@ -198,9 +203,9 @@ class _State:
                 image = isinstance(leaf, DTensor) or leaf.dim() == num_dims
                 if image:
                     self.layout.check(leaf)
-                what = ("an image" if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
+                what = (_IMAGE if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
                 described = (what, leaf.shape, leaf.dtype)
-                first = image and tensors and not tensors[0][0].startswith("an image")
+                first = image and tensors and not _is_image(tensors[0])
                 tensors.insert(0 if first else len(tensors), described)
         except ValueError as error:
             return [], str(error)
@@ -219,10 +224,12 @@ class _State:
         return pytree.tree_map(cut, (args, kwargs))
 
     def _image_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and self.layout.reaches(leaf.dim()):
-                return leaf.dim()
-        return None
+        plain = (
+            leaf.dim()
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+        )
+        return max(filter(self.layout.reaches, plain), default=None)
 
     def _leave(self, outputs: Any) -> Any:
         def give(leaf: Any) -> Any:
@@ -236,6 +243,10 @@ class _State:
             return leaf
 
         return pytree.tree_map(give, outputs)
+
+
+def _is_image(described: Described) -> bool:
+    return described[0].startswith(_IMAGE)
 
 
 def _records(tensor: torch.Tensor) -> bool:

@@ -21,10 +21,10 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     slicing,
     view,
 )
-from torchtp.dtensor.notice import GatherError, GatherWarning, strict
+from torchtp.dtensor.notice import GatherError, GatherWarning, UncutWarning, strict
 from torchtp.dtensor.registry import install_rules
 from torchtp.dtensor.spatial import mark
 
-__all__ = ["GatherError", "GatherWarning", "mark", "strict"]
+__all__ = ["GatherError", "GatherWarning", "UncutWarning", "mark", "strict"]
 
 install_rules()

@@ -1,4 +1,4 @@
-"""Gathers are never silent: said once for each op, an error inside `strict()`."""
+"""Gathers are never silent: said once for each op, an error inside `strict()`. Nor is a module that cuts nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from torchtp.dtensor.upstream import Op
 
 class GatherWarning(UserWarning):
     """An op has no rule for a cut tensor: the tensor was gathered, the op computed on the whole of it."""
+
+
+class UncutWarning(UserWarning):
+    """No argument of a parallelized module is an image: every rank computes all of it."""
 
 
 class GatherError(RuntimeError):
@@ -73,6 +77,15 @@ def gathering(op: Op, shape: torch.Size, dtype: torch.dtype) -> None:
             return
         _said.add(key)
     warnings.warn(text, GatherWarning, stacklevel=3)
+
+
+def uncut(module: str, layout: str) -> None:
+    """Say that nothing of a call of that class is cut."""
+    text = (
+        f"no argument of {module} is a tensor of an image's dims or a DTensor, so nothing is cut ({layout}) and every rank "
+        "computes all of it: pass images themselves, as [N, C, H, W], or what layout.shard() makes of them"
+    )
+    warnings.warn(text, UncutWarning, stacklevel=3)
 
 
 def running_module() -> str:
