@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,6 +28,11 @@ def test_info_as_json(capsys):
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == torchtp.__version__ + "\n"
+
+
+def test_python_dash_m_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "torchtp", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == torchtp.__version__ + "\n"
 
 
 def test_without_a_command_help_is_shown(capsys):
