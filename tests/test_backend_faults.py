@@ -174,21 +174,22 @@ class Last(Store):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _says_and_dies(rank, port, word):
+def _says_and_dies(rank, port, word, victim):
     store = client(port, word)
-    return make_group(rank, 3, Last(store, word) if rank == 0 else store, LATE)
+    return make_group(rank, 3, Last(store, word) if rank == victim else store, LATE)
 
 
-def _deaths_after_words():
+def _deaths_after_words(victim):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return [forked(3, _says_and_dies, server.port, word) for word in range(1, WORDS + 1)]
+    return [forked(3, _says_and_dies, server.port, word, victim, seconds=20) for word in range(1, WORDS + 1)]
 
 
-def test_rank_0_that_dies_after_any_of_its_words_is_named():
-    (deaths,) = run_ranks(_deaths_after_words, 1, backend=None, timeout=120)
-    for word, (_, *errors) in enumerate(deaths, 1):
-        for error in errors:
-            assert "rank 0 died (its process is gone) while " in error, (word, error)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_after_any_of_its_words_is_named(victim):
+    (deaths,) = run_ranks(_deaths_after_words, 1, victim, backend=None, timeout=120)
+    for word, errors in enumerate(deaths, 1):
+        for error in errors[:victim] + errors[victim + 1 :]:
+            assert f"rank {victim} died (its process is gone) while " in error, (word, error)
 
 
 def _raises(rank, port, kind, number):

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstddef>
+#include <utility>
 
 #include "core/format.h"
 
@@ -77,7 +78,9 @@ void send_descriptor(const Fd& socket, const Fd& file) {
   entry->cmsg_len = CMSG_LEN(sizeof(int));
   const int value = file.get();
   std::memcpy(CMSG_DATA(entry), &value, sizeof(value));
-  if (sendmsg(socket.get(), &message.header, MSG_NOSIGNAL) != 1) throw_errno("cannot hand over the segment");
+  if (sendmsg(socket.get(), &message.header, MSG_NOSIGNAL) == 1) return;
+  // Who has died since is missed by all in the next step; the others must not wait for their descriptor until then.
+  if (errno != EPIPE && errno != ECONNRESET) throw_errno("cannot hand over the segment");
 }
 
 }  // namespace
@@ -91,9 +94,10 @@ Handover::Handover() : address_(random_hex() + random_hex()), socket_(Fd::unix_s
 
 void Handover::serve(const Fd& file, int count, const Deadline& deadline) {
   const std::string token = address_.substr(kTokenLength);
+  const Fd door(std::move(socket_));  // closed also where this fails: who still waits at it then knows
   while (count > 0) {
-    wait_readable(socket_, deadline, "handing the segment to the other ranks");
-    const Fd peer = Fd::accept(socket_);
+    wait_readable(door, deadline, "handing the segment to the other ranks");
+    const Fd peer = Fd::accept(door);
     if (!peer) continue;
     std::array<char, kTokenLength> greeting{};
     // Receivers have greeted before we come here: a caller without a greeting is a stranger and must not hold us up.

@@ -14,7 +14,7 @@ class Handover {
   Handover();
 
   const std::string& address() const { return address_; }  // socket name and token, for the bootstrap
-  // Hands `file` to `count` receivers, all of which have already greeted.
+  // Hands `file` to `count` receivers, all of which have already greeted. Once.
   void serve(const Fd& file, int count, const Deadline& deadline);
 
  private:

@@ -94,7 +94,7 @@ GroupOptions options() {
   GroupOptions options;
   options.slot_bytes = size_t{128} << 10;
   options.heap_bytes = size_t{16} << 20;
-  options.timeout = std::chrono::seconds(30);
+  options.timeout = std::chrono::minutes(5);  // longer than a trial may last: a death is seen
   options.name = "chaos";
   options.describe = collectives::describe;
   options.warn = [](const std::string&) {};

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <random>
+#include <utility>
 
 #include "check.h"
 #include "collectives/allreduce.h"
@@ -37,6 +38,14 @@ GroupOptions options() {
   options.describe = collectives::describe;
   options.warn = [](const std::string&) {};
   return options;
+}
+
+// However slow the machine is: the timeout is that of the calls.
+std::shared_ptr<Group> make(Bootstrap& bootstrap, GroupOptions options) {
+  const milliseconds timeout = std::exchange(options.timeout, std::chrono::minutes(1));
+  auto group = Group::create(bootstrap, std::move(options));
+  group->set_timeout(timeout);
+  return group;
 }
 
 // Errors of ours and of the standard library are answers; everything else ends the process.
@@ -241,7 +250,7 @@ void nonsense_on_a_board() {
       GroupOptions telling = options();
       telling.stall_after = milliseconds(2);
       telling.warn = [&](const std::string& text) { report = text; };
-      const auto group = Group::create(bootstrap, telling);
+      const auto group = make(bootstrap, telling);
       if (group->rank() == 0) {
         std::mt19937_64 random(seed + trial);
         auto* const boards = reinterpret_cast<std::atomic<uint64_t>*>(boards_of(*group));
@@ -284,7 +293,7 @@ void scribble(std::byte* memory, size_t num_bytes, std::mt19937_64& random) {
 void scribbling_while_ranks_talk() {
   for (int trial = 0; trial < 15 * factor; ++trial) {
     test::run_processes(2, [&](Bootstrap& bootstrap) {
-      const auto group = Group::create(bootstrap, options());
+      const auto group = make(bootstrap, options());
       // The last rank's own child scribbles: it has the segment mapped, as any rank has.
       std::mt19937_64 random(seed + 77 * trial);
       bootstrap.all_gather("");

@@ -79,15 +79,29 @@ void strangers_do_not_get_the_file() {
   CHECK(Handover().address() != Handover().address());
 }
 
-void nobody_waits_for_receivers_that_do_not_come() {
+void nobody_waits_for_who_does_not_come() {
   const Segment segment(kSizes);
-  Handover handover;
+  Handover handover, other;
   const Deadline now(std::chrono::milliseconds(0));
   CHECK_CONTAINS(error_of([&] { handover.serve(segment.file(), 1, now); }), "deadline passed");
-  Receiver receiver(handover.address());
-  CHECK_CONTAINS(error_of([&] { receiver.receive(now); }), "deadline passed");
+  CHECK_CONTAINS(error_of([&] { Receiver(other.address()).receive(now); }), "deadline passed");
   CHECK_CONTAINS(error_of([] { Receiver("too short"); }), "no address");
   CHECK_CONTAINS(error_of([] { Receiver(std::string(64, 'a')); }), "cannot reach rank 0");
+}
+
+void nobody_waits_for_who_has_died() {
+  const Segment segment(kSizes);
+  Handover handover, failing;
+  {
+    const Receiver dead(handover.address());
+  }
+  Receiver alive(handover.address()), first(failing.address()), second(failing.address());
+  handover.serve(segment.file(), 2, soon());
+  CHECK(static_cast<bool>(alive.receive(soon())));
+  CHECK_CONTAINS(error_of([&] { failing.serve(Fd(), 2, soon()); }), "cannot hand over the segment");
+  for (Receiver* const each : {&first, &second}) {
+    CHECK_CONTAINS(error_of([&] { each->receive(soon()); }), "hung up");
+  }
 }
 
 void a_ring_carries_bytes_in_order() {
@@ -155,7 +169,8 @@ int main() {
       {"parts do not overlap", parts_do_not_overlap},
       {"unsealed or wrong files are refused", unsealed_or_wrong_files_are_refused},
       {"strangers do not get the file", strangers_do_not_get_the_file},
-      {"nobody waits for receivers that do not come", nobody_waits_for_receivers_that_do_not_come},
+      {"nobody waits for who does not come", nobody_waits_for_who_does_not_come},
+      {"nobody waits for who has died", nobody_waits_for_who_has_died},
       {"a ring carries bytes in order", a_ring_carries_bytes_in_order},
       {"damaged positions are noticed", damaged_positions_are_noticed},
       {"ranks of one process are not watched", ranks_of_one_process_are_not_watched},
