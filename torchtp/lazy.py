@@ -58,7 +58,7 @@ class Lazy(torch.Tensor):
             partner = _cut_partner(args, kwargs)
             if partner is None:
                 return _each(_lazy, func(*_each(_unlazy, args), **_each(_unlazy, kwargs)))
-            if func in _TAKES_PLAIN:
+            if func in _TAKES_PLAIN and not _is_made(args, kwargs):
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             mesh = partner.device_mesh
 
@@ -193,6 +193,12 @@ def _cut_partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | Non
             return value
     nested = [value for value in (*args, *kwargs.values()) if isinstance(value, (DTensor, list, tuple, dict))]
     return next((leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, DTensor)), None) if nested else None
+
+
+def _is_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a weight, a bias or a statistic is made of cut activations: then the others meet it as DTensors too."""
+    first = args[0] if args else kwargs.get("input")
+    return any(isinstance(value, DTensor) and value is not first for value in (*args, *kwargs.values()))
 
 
 def _beside(leaf: Any, mesh: DeviceMesh) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor import notice
 from torchtp.dtensor.cut import (
     cut_of,
     full_of,
@@ -13,7 +14,9 @@ from torchtp.dtensor.cut import (
     parameter_gradient,
     wrap,
 )
+from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, composite_rule, rule
+from torchtp.dtensor.sharing import hand_out_alike
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
 from torchtp.dtensor.upstream import DTensor, Op, passthrough
 
@@ -34,6 +37,19 @@ def _takes(input: Any, weight: Any) -> bool:
     )
 
 
+def _left(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is not ours: a whole input beside a weight that was made of cut activations, or another mesh."""
+    marked = any(isinstance(arg, DTensor) and is_marked(arg.device_mesh) for arg in args)
+    return (unruled if marked else passthrough)(op, args, kwargs)
+
+
+def _whole(op: Op, weight: torch.Tensor) -> torch.Tensor:
+    """The weight on every rank; a cut one, a template that is looked for in an image, is gathered with notice."""
+    if is_spatial(weight):
+        notice.gathering(op, weight.shape, weight.dtype)
+    return full_of(weight)
+
+
 def _output_shape(
     input: torch.Size, weight: torch.Size, stride: list[int], padding: list[int], dilation: list[int],
     transposed: bool, output_padding: list[int], groups: int,
@@ -51,12 +67,11 @@ def _output_shape(
 @rule("convolution")
 def convolution(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias, *params = bound(op, args, kwargs)
-    if isinstance(weight, DTensor) and is_spatial(weight):
-        return passthrough(op, (full_of(input), full_of(weight), bias, *params), {})
     if not _takes(input, weight):
-        return passthrough(op, args, kwargs)
+        return _left(op, args, kwargs)
+    hand_out_alike(op, weight, bias)
     local, mesh, placements = arrange(op, input, _not_channels)
-    weight = full_of(weight)
+    weight = _whole(op, weight)
     bias = None if bias is None else full_of(bias)
     shape = _output_shape(input.shape, weight.shape, *params)
     cut = cut_of(mesh, placements, input.shape)
@@ -72,9 +87,9 @@ def convolution(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def convolution_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, weight, bias_sizes, *params, mask = bound(op, args, kwargs)
     if not _takes(input, weight):
-        return passthrough(op, args, kwargs)
+        return _left(op, args, kwargs)
     local, mesh, placements = arrange(op, input, _not_channels)
-    full_weight = full_of(weight)
+    full_weight = _whole(op, weight)
     grad_output = local_as(grad_output, mesh, placements)
     cut = cut_of(mesh, placements, input.shape)
     if cut is None:

@@ -58,7 +58,7 @@ def layer_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         local_as(grad_output, mesh, placements), local, normalized_shape, local_as(mean, mesh, placements),
         local_as(rstd, mesh, placements), plain(weight), plain(bias), mask,
     )  # fmt: skip
-    return gradients(grads, mask, weight, mesh, placements, input.shape)
+    return gradients(grads, mask, weight, mesh, placements, input.shape, bias)
 
 
 def _cut_dims(input: Any, normalized_shape: list[int]) -> bool:

@@ -17,7 +17,7 @@ from torchtp.dtensor.cut import (
 )
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, rule
-from torchtp.dtensor.sharing import hand_out
+from torchtp.dtensor.sharing import hand_out, hand_out_alike
 from torchtp.dtensor.spatial import arrange, is_marked, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, plain_shard
 
@@ -58,6 +58,7 @@ def _batch_norm(
     op: Op, input: DTensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: Any, eps: Any,
 ) -> tuple[DTensor, DTensor, DTensor]:  # fmt: skip
+    hand_out_alike(op, weight, bias)
     local, mesh, placements = arrange(op, input, _not_channels)
     _mark(mesh, placements)
     buffers = [local_of(t) if isinstance(t, DTensor) else t for t in (running_mean, running_var)]
@@ -112,12 +113,13 @@ def gradients(
     mesh: DeviceMesh,
     placements: Placements,
     shape: torch.Size,
+    bias: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """What a rule hands out for input, weight and bias, of local gradients and shares."""
+    """What a rule hands out for input, weight and bias, of local gradients and shares; an unknown bias is as the weight."""
     return (
         wrap(grads[0], mesh, placements, shape) if mask[0] else None,
         parameter_gradient(grads[1], weight, mesh, placements) if mask[1] else None,
-        parameter_gradient(grads[2], weight, mesh, placements) if mask[2] else None,
+        parameter_gradient(grads[2], weight if bias is None else bias, mesh, placements) if mask[2] else None,
     )
 
 
@@ -130,6 +132,7 @@ def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias, _, _, _, num_groups, eps = bound(op, args, kwargs)
     if not hasattr(ops, "group_norm") or not _takes(input, weight):
         return unruled(op, args, kwargs)
+    hand_out_alike(op, weight, bias)
     local, mesh, placements = arrange(op, input, _not_channels)
     _mark(mesh, placements)
     for parameter in (weight, bias):

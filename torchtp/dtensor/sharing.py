@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtp import _C
-from torchtp.dtensor.upstream import DTensor, Partial, Replicate, Shard, local_of, make_dtensor, make_spec
+from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, Shard, local_of, make_dtensor, make_spec
 
 _ATTRIBUTE = "_torchtp_hands_out"
 
@@ -24,6 +24,20 @@ def hand_out(tensor: torch.Tensor) -> None:
 
 def _plain_gradient(grad: torch.Tensor) -> torch.Tensor:
     return Share.apply(grad) if isinstance(grad, DTensor) else grad
+
+
+def hand_out_alike(op: Op, weight: Any, bias: Any) -> None:
+    """Prepare the parameters of an op whose backward knows of its bias only what its weight is.
+
+    Raises NotImplementedError for a bias that was made of cut activations beside a weight that was not.
+    """
+    if isinstance(weight, DTensor) and isinstance(bias, torch.Tensor):
+        hand_out(bias)
+    elif isinstance(bias, DTensor) and bias.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}: the bias was made of cut activations, the weight was not, and the bias would get a wrong gradient: "
+            "add the bias to the output instead"
+        )
 
 
 class Share(torch.autograd.Function):

@@ -1,0 +1,96 @@
+"""Weights, biases and templates that a network makes of its cut activations: exact, or refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import make_layout
+from torch import nn
+from training import loss_of, make_images
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+class Maker(nn.Module):
+    """Gives `use` an image, a vector made of another one, and itself."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.look = nn.Conv2d(2, 4, 3, padding=1)
+        self.make = nn.Linear(4, 144)
+        self.own = nn.BatchNorm2d(4)  # its parameters stay plain while forward runs, those of this module do not
+        self.weight = nn.Parameter(torch.linspace(-0.2, 0.3, 144).view(4, 4, 3, 3))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.canvas = nn.Parameter(torch.linspace(-1, 1, 4 * 13 * 17).view(1, 4, 13, 17))
+
+    def forward(self, x, other):
+        other = self.look(other)
+        return self.use(self, self.look(x), other, other.mean((0, 2, 3)))
+
+
+CASES = {
+    "a kernel of a made and a plain tensor": lambda m, x, z, v: F.conv2d(x, m.make(v).view(4, 4, 3, 3), m.own.bias),
+    "a kernel of a made tensor and a parameter": lambda m, x, z, v: F.conv2d(x, m.make(v).view(4, 4, 3, 3), m.scale),
+    "a bias of a convolution": lambda m, x, z, v: F.conv2d(x, m.weight, v, padding=1),
+    "a bias of a batch norm": lambda m, x, z, v: F.batch_norm(x, None, None, m.scale, v, True),
+    "a bias of a group norm": lambda m, x, z, v: F.group_norm(x, 2, m.scale, v),
+    "a bias of a layer norm": lambda m, x, z, v: F.layer_norm(x.permute(0, 2, 3, 1), (4,), m.own.weight, v),
+    "a bias of a layer norm alone": lambda m, x, z, v: F.layer_norm(x.permute(0, 2, 3, 1), (4,), None, v),
+    "a kernel over what is whole": lambda m, x, z, v: x + F.conv2d(m.canvas, m.make(v).view(4, 4, 3, 3), padding=1),
+    "a kernel over what was born in forward": lambda m, x, z, v: (
+        x + F.conv2d(torch.linspace(0, 1, 221).double().view(1, 1, 13, 17), m.make(v)[:36].view(4, 1, 3, 3), padding=1)
+    ),
+    "a bias over what is whole": lambda m, x, z, v: x * F.conv2d(m.canvas, m.weight, v, padding=1),
+    "a template": lambda m, x, z, v: F.conv2d(x, z[:, :, 3:8, 6:11]),
+    "a template for each image": lambda m, x, z, v: F.conv2d(
+        x.reshape(1, 8, 13, 17), z[:, :, 3:8, 6:11].reshape(8, 1, 5, 5), groups=8
+    ),
+}
+REFUSED = {
+    "convolution": lambda m, x, z, v: F.conv2d(x, m.look.weight.expand(4, 2, 3, 3).repeat(1, 2, 1, 1), v),
+    "native_batch_norm": lambda m, x, z, v: F.batch_norm(x, None, None, None, v, True),
+}
+
+
+def _train(model):
+    images = [make_images(step, 2).requires_grad_() for step in range(2)]
+    output = model(*images)
+    loss_of(output).backward()
+    parameters = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return [output.detach(), *(image.grad for image in images)], parameters
+
+
+def _run(name, axes):
+    torch.manual_seed(0)
+    single = Maker(CASES[name]).double()
+    model = torchtp.parallelize(copy.deepcopy(single), make_layout(axes), output="full")
+    torch.testing.assert_close(_train(model), _train(single), rtol=1e-9, atol=1e-11)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(*images()), single(*images()), rtol=1e-9, atol=1e-11)
+
+
+def images():
+    return make_images(3, 2), make_images(4, 2)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_made_of_cut_activations_trains_exactly(name, axes):
+    run_ranks(_run, torch.Size(axes.values()).numel(), name, axes)
+
+
+def _refuse(name):
+    torch.manual_seed(0)
+    model = torchtp.parallelize(Maker(REFUSED[name]).double(), make_layout({"w": 2}))
+    with pytest.raises(NotImplementedError, match=rf"aten.{name}.default: the bias was made of cut activations"):
+        model(*images())
+    with torch.no_grad():
+        model(*images())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_made_bias_beside_a_plain_weight_is_refused(name):
+    run_ranks(_refuse, 2, name)
