@@ -19,6 +19,7 @@ Take = Callable[[DTensor], DTensor]  # whole -> part
 Put = Callable[[DTensor, DTensor], None]  # (part, whole): writes the part's elements into the whole
 
 _ATTRIBUTE = "_torchtp_memory"
+_KEPT = "_torchtp_whole"
 _FORGET_FROM = 64  # parts of one memory from which on those that are gone are forgotten
 
 
@@ -74,6 +75,8 @@ def linked(whole: DTensor, part: DTensor, take: Take, put: Put) -> DTensor:
         parts[:] = [each for each in parts if not each.part.memory.storage.expired()]
     parts.append(link)
     to_place.memory.whole = link
+    # As a view keeps what it is a view of; in inference mode nothing else does, and the next whole is reached through it.
+    setattr(local_of(part).untyped_storage(), _KEPT, local_of(whole).untyped_storage())
     return part
 
 
