@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rules import DATA_W, H2, H4, HW, W2, check, num_ranks
+from rules import DATA_W, H2, H4, HW, W2, assert_same, check, device_mesh_of, num_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import torchtp
 from torchtp.testing import run_ranks
 
 CASES = {
@@ -56,3 +58,19 @@ def run_pooled():
 
 def test_a_pooled_map_is_spread_over_a_cut_one():
     run_ranks(run_pooled, 2)
+
+
+def run_inference():
+    mesh = device_mesh_of((2,))
+    torchtp.dtensor.mark(mesh, [0])
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 7, 9).double()
+    with torch.inference_mode(), torchtp.strict():
+        for name, case in CASES.items():
+            got = F.interpolate(distribute_tensor(x, mesh, [Shard(3)], src_data_rank=None), **case)
+            assert got.placements == (Shard(3),)
+            assert_same(name, got.full_tensor(), F.interpolate(x, **case))
+
+
+def test_interpolate_in_inference_mode():
+    run_ranks(run_inference, 2)

@@ -19,10 +19,12 @@ from torchtp.dtensor.upstream import (
     Op,
     Replicate,
     StridedShard,
+    is_composite,
     local_of,
     passthrough,
     plain_shard,
     spec_of,
+    taken_apart,
 )
 from torchtp.dtensor.whole import dense_format
 
@@ -147,8 +149,8 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of all ops without a rule."""
     leaves = pytree.tree_leaves((args, kwargs))
     if any(is_spatial(leaf) for leaf in leaves):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
-            return op.decompose(*args, **kwargs)
+        if is_composite(op):
+            return taken_apart(op, args, kwargs)
         return fallback(op, args, kwargs)
     cut = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
     if not is_marked(cut.device_mesh):

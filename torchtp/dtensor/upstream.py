@@ -96,6 +96,19 @@ def is_known(op: Op) -> bool:
     return any(op in getattr(propagator, table, ()) for table in tables)
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def is_composite(op: Op) -> bool:
+    """Whether PyTorch makes the op of others before autograd; in inference mode nothing does, and DTensor meets it."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def taken_apart(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a composite op is made of outside inference mode; `op.decompose` prefers formulas for compilers, where there are."""
+    return op._op_dk(_COMPOSITE, *args, **kwargs)
+
+
 def passthrough(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What upstream does with an op whose dispatch we took over: propagate, redistribute, compute, wrap."""
     dispatcher = cast(Any, DTensor._op_dispatcher)
