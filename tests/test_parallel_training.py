@@ -168,3 +168,22 @@ def _autocast():
 
 def test_autocast():
     run_ranks(_autocast, 2)
+
+
+def _copied():
+    layout = make_layout({"dp": 2, "w": 1})
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).double(), layout, output="full")
+    for trained in (False, True):
+        mine = make_images(3 + layout.data_rank, 1)
+        with torch.set_grad_enabled(trained):
+            model(mine)
+        average = copy.deepcopy(model).eval()
+        average(mine)
+        torch.testing.assert_close(average[1].running_mean, model[1].running_mean, rtol=0, atol=0)
+        everybody = [torch.empty_like(average[1].running_mean) for _ in range(2)]
+        dist.all_gather(everybody, average[1].running_mean)
+        assert not torch.equal(*everybody)
+
+
+def test_a_copy_keeps_the_statistics_of_its_data_rank():
+    run_ranks(_copied, 2)

@@ -104,13 +104,16 @@ class _State:
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
         self._structure: Structure | None = None  # as it was when the reducer was made
-        self.equal: dict[int, torch.Tensor] = {}  # by id; what all ranks are known to have alike until then
+        self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
         self._said_uncut = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
+        copied = _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
+        known = (memo.get(key) for key in self.equal)  # the copy's own buffers, too: data ranks keep theirs
+        copied.equal = {id(tensor): tensor for tensor in known if isinstance(tensor, torch.Tensor)}
+        return copied
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -165,7 +168,7 @@ class _State:
             if named:
                 make_equal(module, self.layout, self.equal)  # what has replaced something since `parallelize`
                 lazy.prepare(module)
-                self.equal = {}
+                self.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
                 self._structure = Structure(module)
         return self._reducer
