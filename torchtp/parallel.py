@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from torchtp import lazy, leaving, randomness
+from torchtp import lazy, leaving, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
 from torchtp.agreement import Described
 from torchtp.dtensor import notice
@@ -62,6 +62,7 @@ def parallelize(
     leaving.install()
     take_custom_ops()
     lazy.prepare(module)
+    sync_batch_norm.prepare(module, layout)
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
     state.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
     object.__setattr__(module, _STATE, state)
@@ -168,6 +169,7 @@ class _State:
             if named:
                 make_equal(module, self.layout, self.equal)  # what has replaced something since `parallelize`
                 lazy.prepare(module)
+                sync_batch_norm.prepare(module, self.layout)
                 self.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
                 self._structure = Structure(module)
@@ -186,6 +188,7 @@ class _State:
                     "write into the parameters it has (load_state_dict without assign=True)"
                 )
         lazy.prepare(module)
+        sync_batch_norm.prepare(module, self.layout)
         self._structure = Structure(module)
         self._buffered = None
         return ""

@@ -1,0 +1,96 @@
+"""torch.nn.SyncBatchNorm of cut images: the statistics of all parts of the images of all data ranks, on CPUs too."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtp import lazy
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import axes_of, dense_stride, num_shards
+from torchtp.dtensor.spatial import is_marked
+from torchtp.dtensor.upstream import plain_shard
+from torchtp.layout import Layout
+
+_GROUP = "_torchtp_data_group"
+
+
+def prepare(root: nn.Module, layout: Layout) -> None:
+    """Have every SyncBatchNorm under `root` take cut activations.
+
+    Raises ValueError for a process group that is neither all ranks of `layout.group`, nor this rank's along the data axis,
+    nor within one image.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            object.__setattr__(module, _GROUP, _data_group(name, module, layout))
+            if not isinstance(module, _Synchronized):
+                module.__class__ = _synchronized(cast(Any, type(module)))
+
+
+def _data_group(name: str, module: nn.SyncBatchNorm, layout: Layout) -> str | None:
+    """The group over whose ranks the images' statistics are merged, or None where an image has its own."""
+    if layout.data is None:
+        return None
+    group = layout.mesh[layout.data].get_group()
+    if module.process_group is None:
+        return group.group_name
+    ranks = set(dist.get_process_group_ranks(module.process_group))
+    if ranks <= set(dist.get_process_group_ranks(layout.spatial_group)):
+        return None
+    if ranks >= set(dist.get_process_group_ranks(layout.group)) or ranks == set(dist.get_process_group_ranks(group)):
+        return group.group_name
+    raise ValueError(
+        f"{name}, a SyncBatchNorm, has a process group of the ranks {sorted(ranks)}, which is neither all of the layout's nor "
+        "those along its data axis: leave process_group out"
+    )
+
+
+class _Synchronized(lazy.Remade):
+    __slots__ = ()
+
+
+@functools.cache
+def _synchronized(base: type[nn.SyncBatchNorm]) -> type:
+    @functools.wraps(base.forward)
+    def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        if self.training and isinstance(input, DTensor) and is_marked(input.device_mesh):
+            return _normed(self, input)
+        return base.forward(self, input)
+
+    return lazy.remade(base, (_Synchronized,), {"forward": forward}, _synchronized)
+
+
+def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:
+    mesh = input.device_mesh
+    kept = tuple(place if plain_shard(place) and place.dim != 1 else Replicate() for place in input.placements)
+    if any(plain_shard(old) and old != new for old, new in zip(input.placements, kept, strict=True)):
+        notice.gathering(torch.ops.aten.native_batch_norm.default, input.shape, input.dtype)
+    local = input.redistribute(placements=kept).to_local(grad_placements=kept)
+    weight, bias = (
+        parameter if parameter is None else lazy.Scaled.apply(lazy.unwrap(parameter), num_shards(mesh, kept))
+        for parameter in (module.weight, module.bias)
+    )
+    groups = [name for name, place in zip(axes_of(mesh).groups, kept, strict=True) if plain_shard(place)]
+    over_data: str | None = getattr(module, _GROUP)
+    output = torch.ops.torchtp.batch_norm(
+        local, weight, bias, lazy.unwrap(module.running_mean), lazy.unwrap(module.running_var), True, _share(module),
+        module.eps, groups if over_data is None else [*groups, over_data],
+    )[0]  # fmt: skip
+    stride = dense_stride(input.shape, output.stride())
+    return DTensor.from_local(output, mesh, kept, run_check=False, shape=input.shape, stride=stride)
+
+
+def _share(module: Any) -> float:
+    """The share that this batch has in the running statistics; counts the batch."""
+    if module.num_batches_tracked is not None:
+        counter = lazy.unwrap(module.num_batches_tracked)
+        counter.add_(1)
+        if module.momentum is None:
+            return 1.0 / float(counter)
+    return 0.0 if module.momentum is None else float(module.momentum)
