@@ -44,8 +44,9 @@ def parallelize(
 
     Parameters and buffers keep their names and stay plain; they are broadcast from the first rank of `layout.group`.
     Inputs: of the plain tensors among the arguments that have the dims of the layout behind their first dim, those with
-    the most dims are images, held whole by every rank of a spatial group, and are cut. All others are passed as they are. So are DTensors on `layout.spatial_mesh`, which come from
-    `layout.shard`, `layout.from_tile`, or `layout.replicate` for what shall not be cut.
+    the most dims are images, held whole by every rank of a spatial group, and are cut. All others are passed as they
+    are. So are DTensors on `layout.spatial_mesh`, which come from `layout.shard`, `layout.from_tile`, or
+    `layout.replicate` for what shall not be cut.
     Outputs: DTensors as they are ("dtensor"), this rank's parts ("local"), or whole on every rank ("full").
     Gradients: with `reduce` p.grad is the mean over `layout.group`, which is the gradient, when backward() returns
     (`bucket_bytes`, `compression`: see `torchtp.gradients.GradientReducer`); without, it is this rank's contribution to

@@ -8,6 +8,7 @@
 #include "kernels/depthwise_layer_norm.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "kernels/halo_pack.h"
+#include "kernels/narrow.h"
 #include "spatial/device.h"
 
 #ifdef TORCHTP_CUDA
@@ -20,14 +21,13 @@
 namespace torchtp::bindings {
 namespace {
 
+using kernels::narrow;
 using Optional = std::optional<at::Tensor>;
 using Tensors = std::vector<at::Tensor>;
 // Above, below, left, right; none where there is no halo.
 using Halos = std::vector<Optional>;
 
 #define TORCHTP_KERNEL_TYPES at::kFloat, at::kHalf, at::kBFloat16
-
-int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
 
 bool channels_last(const at::Tensor& x) { return x.suggest_memory_format() == at::MemoryFormat::ChannelsLast; }
 

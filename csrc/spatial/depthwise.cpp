@@ -8,6 +8,7 @@
 
 #include "kernels/depthwise.h"
 #include "kernels/depthwise_weight_grad.h"
+#include "kernels/narrow.h"
 #include "spatial/convolution_geometry.h"
 #include "spatial/device.h"
 #include "spatial/op.h"
@@ -25,6 +26,7 @@ namespace {
 
 using kernels::DepthwiseParams;
 using kernels::HaloPlanes;
+using kernels::narrow;
 using kernels::Part;
 
 template <typename T>

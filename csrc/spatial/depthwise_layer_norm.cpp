@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/depthwise_layer_norm.h"
+#include "kernels/narrow.h"
 #include "spatial/depthwise.h"
 #include "spatial/device.h"
 #include "spatial/factors.h"
@@ -21,6 +22,7 @@ namespace {
 
 using kernels::DepthwiseLayerNormArgs;
 using kernels::HaloPlanes;
+using kernels::narrow;
 using kernels::Part;
 using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using Optional = std::optional<at::Tensor>;
@@ -60,12 +62,11 @@ void run(const HaloPlanes<T>& planes, const DepthwiseLayerNormArgs<T>& args, con
 kernels::DepthwiseParams numbers_of(const at::Tensor& input, const at::Tensor& weight,
                                     const ConvolutionParams& params) {
   const auto axis = [&](int64_t index) {
-    return kernels::DepthwiseAxis{static_cast<int32_t>(weight.size(index + 2)),
-                                  static_cast<int32_t>(params.stride[index]),
-                                  static_cast<int32_t>(params.dilation[index])};
+    return kernels::DepthwiseAxis{narrow(weight.size(index + 2)), narrow(params.stride[index]),
+                                  narrow(params.dilation[index])};
   };
   const bool channels_last = input.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
-  return {input.size(0), static_cast<int32_t>(input.size(1)), 0, 0, 0, 0, axis(0), axis(1), channels_last};
+  return {input.size(0), narrow(input.size(1)), 0, 0, 0, 0, axis(0), axis(1), channels_last};
 }
 
 }  // namespace

@@ -23,8 +23,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> depthwise_layer_norm(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
     const ConvolutionParams& params, const ChannelNorm& norm, bool keep, const std::vector<Cut>& cuts);
 
-// Whether the kernel of kernels/depthwise_layer_norm.h is the way for a dense input. Ranks may differ, as an empty shard does
-// not tell its layout: both ways exchange the same halos.
+// Whether the kernel of kernels/depthwise_layer_norm.h is the way for a dense input. Ranks may differ, as an empty
+// shard does not tell its layout: both ways exchange the same halos.
 bool has_depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
 
 // By the kernel, halos left where they arrive; what needs none is computed while they are on their way. On the CPU its

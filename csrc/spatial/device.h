@@ -2,13 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-
-namespace torchtp::spatial {
-// Kernels count in 32 bits.
-inline int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
-}  // namespace torchtp::spatial
-
 // Whether a kernel of csrc/kernels takes a tensor, and the stream it goes to. Other tensors on a device go through
 // ATen.
 #ifndef TORCHTP_CUDA

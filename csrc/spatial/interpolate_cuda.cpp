@@ -5,9 +5,12 @@
 #include <ATen/ops/empty.h>
 
 #include "kernels/interpolate_cuda.h"
+#include "kernels/narrow.h"
 
 namespace torchtp::spatial {
 namespace {
+
+using kernels::narrow;
 
 kernels::ResampleAxis axis_of(const ResampledDim& dim, const std::string& mode, bool align_corners) {
   kernels::ResampleAxis axis;
