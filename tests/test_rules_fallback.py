@@ -165,6 +165,8 @@ def run_writes_into_what_is_whole():
         target = torch.zeros_like(image.mean((2, 3)))
         target[torch.tensor([0, 1]), torch.tensor([3, 2])] = 1.0
         target[torch.tensor([True, False])] += torch.arange(4.0).double()
+        target[image.amax((2, 3)) > image.amax()] = 2.0
+        target[image.mean((2, 3)) > 0] = -1.0
         targets.append(target)
     assert torch.equal(targets[1].full_tensor(), targets[0])
 

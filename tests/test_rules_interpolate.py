@@ -70,7 +70,9 @@ def run_inference():
             got = F.interpolate(distribute_tensor(x, mesh, [Shard(3)], src_data_rank=None), **case)
             assert got.placements == (Shard(3),)
             assert_same(name, got.full_tensor(), F.interpolate(x, **case))
+        got = F.pad(distribute_tensor(x, mesh, [Shard(3)], src_data_rank=None), (2, 3, 1, 0), mode="circular")
+        assert_same("circular", got.full_tensor(), F.pad(x, (2, 3, 1, 0), mode="circular"))
 
 
-def test_interpolate_in_inference_mode():
+def test_interpolate_and_pad_in_inference_mode():
     run_ranks(run_inference, 2)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
 from torchtp.dtensor.parts import Put, Take, linked
-from torchtp.dtensor.registry import bound, install_custom, install_spatial_rules, words
+from torchtp.dtensor.registry import COMPOSITE_RULES, bound, install_custom, install_spatial_rules, words
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_marked, is_spatial, on_first_mark
 from torchtp.dtensor.upstream import (
@@ -150,7 +150,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     if any(is_spatial(leaf) for leaf in leaves):
         if is_composite(op):
-            return taken_apart(op, args, kwargs)
+            return COMPOSITE_RULES.get(op.name().removeprefix("aten::"), taken_apart)(op, args, kwargs)
         return fallback(op, args, kwargs)
     cut = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
     if not is_marked(cut.device_mesh):
@@ -160,8 +160,13 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if op._schema.is_mutable:
         mixed = any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() for leaf in leaves)
-        if not (whole and mixed and _gives_what_it_wrote(op)):
-            return passthrough(op, args, kwargs)
+        takes = whole and _gives_what_it_wrote(op)
+        if not (takes and mixed):
+            try:
+                return passthrough(op, args, kwargs)
+            except NotImplementedError:  # upstream does not know the op
+                if not takes:
+                    raise
         local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
         op(*local_args, **local_kwargs)  # every rank writes into what all of them hold
         return args[0]

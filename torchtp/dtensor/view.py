@@ -75,7 +75,7 @@ def _inferred(sizes: list[int], numel: int) -> list[int]:
     return [numel // known if size == -1 and known else size for size in sizes]
 
 
-@spatial_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+@spatial_rule("view", "_unsafe_view", "_reshape_alias")
 def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes = args[0], args[1]
     if not is_spatial(tensor) or has_strided_shard(tensor):
