@@ -361,11 +361,11 @@ def test_a_host_whose_network_is_down_is_an_error_that_stays(pairs):
 
 
 def _late():
-    group = _group(1)
+    group = _group(3)  # for making it, too, on a machine that has other work
     dist.barrier(group)
     if dist.get_rank() >= 2:
         me = os.getpid()
-        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {me}"])
+        subprocess.Popen(["sh", "-c", f"sleep 7; kill -CONT {me}"])
         os.kill(me, signal.SIGSTOP)
     return _until_it_fails(group)
 
