@@ -200,7 +200,7 @@ class _State:
         return self._buffered
 
     def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
-        """All tensors among the arguments, images first, and what is wrong with them."""
+        """All tensors among the arguments, and what is wrong with them."""
         num_dims = self._image_dims(args, kwargs)
         tensors: list[Described] = []
         try:
@@ -211,9 +211,7 @@ class _State:
                 if image:
                     self.layout.check(leaf)
                 what = (_IMAGE if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
-                described = (what, leaf.shape, leaf.dtype)
-                first = image and tensors and not _is_image(tensors[0])
-                tensors.insert(0 if first else len(tensors), described)
+                tensors.append((what, leaf.shape, leaf.dtype))
         except ValueError as error:
             return [], str(error)
         return tensors, ""
