@@ -8,12 +8,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchtp import lazy
-from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of, dense_stride, num_shards
-from torchtp.dtensor.spatial import is_marked
+from torchtp.dtensor.spatial import is_marked, local_part
 from torchtp.dtensor.upstream import plain_shard
 from torchtp.layout import Layout
 
@@ -68,10 +67,7 @@ def _synchronized(base: type[nn.SyncBatchNorm]) -> type:
 
 def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:
     mesh = input.device_mesh
-    kept = tuple(place if plain_shard(place) and place.dim != 1 else Replicate() for place in input.placements)
-    if any(plain_shard(old) and old != new for old, new in zip(input.placements, kept, strict=True)):
-        notice.gathering(torch.ops.aten.native_batch_norm.default, input.shape, input.dtype)
-    local = input.redistribute(placements=kept).to_local(grad_placements=kept)
+    local, kept = local_part(torch.ops.aten.native_batch_norm.default, input, lambda dim: dim != 1)
     weight, bias = (
         parameter if parameter is None else lazy.Scaled.apply(lazy.unwrap(parameter), num_shards(mesh, kept))
         for parameter in (module.weight, module.bias)

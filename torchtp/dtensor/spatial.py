@@ -15,6 +15,7 @@ from torchtp.dtensor.upstream import (
     Partial,
     Placement,
     Replicate,
+    Shard,
     local_of,
     plain_shard,
     redistributed,
@@ -53,6 +54,14 @@ def is_spatial(tensor: object) -> bool:
         axis in spatial and not isinstance(placement, (Replicate, Partial))
         for axis, placement in enumerate(spec.placements)
     )
+
+
+def local_part(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[torch.Tensor, Placements]:
+    """As `arrange`, for code above autograd: differentiable, and several axes may cut one dim. Local part and placements."""
+    kept = tuple(place if type(place) is Shard and may_cut(place.dim) else Replicate() for place in tensor.placements)
+    if any(isinstance(old, Shard) and old != new for old, new in zip(tensor.placements, kept, strict=True)):
+        notice.gathering(op, tensor.shape, tensor.dtype)
+    return tensor.redistribute(placements=kept).to_local(grad_placements=kept), kept
 
 
 def is_whole(tensor: DTensor) -> bool:

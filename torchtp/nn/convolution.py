@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of, dense_stride, owned
+from torchtp.dtensor.spatial import local_part
 from torchtp.nn.padding import CutDim, padded_rows
 
 
@@ -90,12 +90,9 @@ def convolution_padded(
 ) -> DTensor:
     """Convolve a cut image that is padded by `pads` (as F.pad wants them) in `mode`, with plain parameters."""
     stride, dilation, groups = params
-    kept = tuple(p if type(p) is Shard and p.dim >= 2 else Replicate() for p in input.placements)
-    if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
-        notice.gathering(torch.ops.aten.convolution.default, input.shape, input.dtype)
+    local, kept = local_part(torch.ops.aten.convolution.default, input, lambda dim: dim >= 2)
     mesh = input.device_mesh
     axes = axes_of(mesh)
-    local = input.redistribute(placements=kept).to_local(grad_placements=kept)
     shape = [input.size(0), weight.size(0)]
     before: dict[int, int] = {}
     for dim in range(2, input.dim()):

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor import notice
 from torchtp.dtensor.cut import cut_of, dense_stride
+from torchtp.dtensor.spatial import local_part
 
 Pair = int | Sequence[int]
 
@@ -35,9 +35,7 @@ def depthwise_layer_norm(
     params = _pair(stride), _pair(padding), _pair(dilation)
     if not isinstance(input, DTensor):
         return _on_own_rows(input, weight, bias, norm_weight, norm_bias, eps, params, ([], [], []))
-    kept = tuple(p if type(p) is Shard and p.dim != 1 else Replicate() for p in input.placements)
-    if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
-        notice.gathering(torch.ops.aten.convolution.default, input.shape, input.dtype)
+    local, kept = local_part(torch.ops.aten.convolution.default, input, lambda dim: dim != 1)
     mesh = input.device_mesh
     factor = math.prod(mesh.size(axis) for axis, place in enumerate(kept) if isinstance(place, Shard))
     weight = lazy.Scaled.apply(weight, factor)
@@ -47,7 +45,6 @@ def depthwise_layer_norm(
     )
     cut = cut_of(mesh, kept, input.shape)
     lists = ([], [], []) if cut is None else (cut.dims, cut.extents, cut.groups)
-    local = input.redistribute(placements=kept).to_local(grad_placements=kept)
     output = _on_own_rows(local, weight, bias, norm_weight, norm_bias, eps, params, lists)
     extents = [
         (extent + 2 * p - d * (kernel - 1) - 1) // s + 1

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor import notice
 from torchtp.dtensor.cut import dense_stride
+from torchtp.dtensor.spatial import local_part
 
 
 class _Norm(nn.Module):
@@ -67,12 +67,9 @@ class LayerNorm2d(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not isinstance(input, DTensor):
             return _over_channels(input, self.weight, self.bias, self.eps)
-        kept = tuple(place if type(place) is Shard and place.dim != 1 else Replicate() for place in input.placements)
-        if any(isinstance(old, Shard) and old != new for old, new in zip(input.placements, kept, strict=True)):
-            notice.gathering(torch.ops.aten.native_layer_norm.default, input.shape, input.dtype)
+        local, kept = local_part(torch.ops.aten.native_layer_norm.default, input, lambda dim: dim != 1)
         mesh = input.device_mesh
         factor = math.prod(mesh.size(axis) for axis, place in enumerate(kept) if isinstance(place, Shard))
-        local = input.redistribute(placements=kept).to_local(grad_placements=kept)
         weight, bias = (
             parameter if parameter is None else lazy.Scaled.apply(lazy.unwrap(parameter), factor)
             for parameter in (self.weight, self.bias)
