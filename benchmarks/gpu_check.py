@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--out", type=Path, required=True, help="the folder for results.json, results.md and log.txt")
     flags.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, to try the program itself")
     flags.add_argument("--only", nargs="*", choices=[piece.name for piece in PIECES], help="these parts only")
+    flags.add_argument("--commit", default="unknown", help="what the tree is called where git can't tell")
     flags.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help=f"for all (default {TOTAL_SECONDS:.0f})")
     args = flags.parse_args(arguments)
     began = time.monotonic()
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log = args.out / "log.txt"
     log.write_text("")
     results: dict[str, Any] = {
-        "about": {"date": datetime.date.today().isoformat(), "dry_run": args.dry_run, **versions()},
+        "about": {"date": datetime.date.today().isoformat(), "dry_run": args.dry_run, **versions(args.commit)},
         "parts": [],
     }
     os.chdir(ROOT)
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if page.all_well(results) else 1
 
 
-def versions() -> dict[str, Any]:
+def versions(commit: str) -> dict[str, Any]:
     """Of what is measured; read without loading the extension, which a crash could take along."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -155,7 +156,7 @@ def versions() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": of("torch"),
         "triton": of("triton"),
-        "commit": described or "unknown",
+        "commit": described or commit,
         "command": "python -m benchmarks.gpu_check",
     }
 
