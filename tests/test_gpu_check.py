@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -10,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import guard, page, part, targets, tests
+from benchmarks.gpu import guard, page, part, targets, tests, timing
 
 ROOT = Path(__file__).parents[1]
 MISBEHAVING = """
@@ -110,6 +112,7 @@ def _figures():
         {"case": "c", "variant": "(c) torchtp", "precision": "fp32", "step_s": 1.0, "peak_allocated_GiB": 25.8, **step},
         {"case": "e", "errors": {"output": 1e-6}, "bounds": {"output": 2e-5}},
         {"case": "t", "passed": 3, "not_run": 1},
+        {"case": "s", "kind": "other", "by_events": ["not | permitted"]},
         {"case": "w", "error": "wrong | and\nlong"},
     ]  # fmt: skip
 
@@ -134,10 +137,38 @@ def test_the_page_compares_figures_with_targets():
     assert found["the article's step: memory over the reference"].figures == [pytest.approx(0.6)]
     made = page.text(results)
     assert "a card" in made and "wrong / and long" in made
+    assert "all, s: 1 figures have the host's time in them, not captured: `not / permitted`" in made
     assert "| stage 1, bf16, channels last, forward | 100.0 | 150.0 | 400.0 | 1.50 | 4.00 | 75% |" in made
     assert not page.all_well(results)
     results["about"]["dry_run"] = True
     assert not any(outcome.figures for outcome in targets.outcomes(results))
+
+
+def test_what_cannot_be_captured_is_timed_by_events_and_says_so(monkeypatch):
+    clock = timing.Timer(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(timing.Timer, "_stream", None)
+    monkeypatch.setattr(timing, "_warm_up", lambda runs: 1e-4)
+    monkeypatch.setattr(timing, "_elapsed", lambda runs, repeats: [run() for run in runs])
+    calls = timing.calls_of_graph(2, 1e-4)
+    assert calls == 16
+
+    def captured(self, runs, calls):
+        if runs[0]() == 7.0:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return lambda: sum(runs[call % 2]() for call in range(calls))
+
+    monkeypatch.setattr(timing.Timer, "_captured", captured)
+
+    def measure(clock, first, second):
+        return {"taken": clock.seconds([lambda: first, lambda: second])}
+
+    assert clock.row(measure, 7.0, 9.0) == {"taken": 8.0, "by_events": ["operation not permitted"]}
+    assert clock.row(measure, 1.0, 3.0) == {"taken": 2.0}
+
+
+def test_a_graph_is_long_and_of_whole_rounds():
+    assert [timing.calls_of_graph(*one) for one in ((16, 1e-6), (1, 1e-6), (3, 1e-2), (5, 1e-4))] == [64, 64, 3, 15]
 
 
 def test_the_committed_page_is_made_of_the_committed_results():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.part import Part, main
-from benchmarks.gpu.timing import launch_seconds, seconds
+from benchmarks.gpu.timing import Timer
 
 # Sixteen chains a thread hide the latency of an FMA; the sum keeps the compiler from leaving any out.
 _FMA = """
@@ -62,50 +62,51 @@ def _driver() -> str:
         return f"unknown: {error}"
 
 
-def copying(part: Part) -> dict[str, Any]:
-    num_bytes = 1 << (16 if part.dry else 30)
-    source = torch.randn(num_bytes // 4, device=part.device)
+def copying(timer: Timer) -> dict[str, Any]:
+    num_bytes = 1 << (16 if timer.dry else 30)
+    source = torch.randn(num_bytes // 4, device=timer.device)
     target = torch.empty_like(source)
-    taken = seconds([lambda: target.copy_(source)], part.device, repeat=20)
+    taken = timer.seconds([lambda: target.copy_(source)])
     return {"bytes_per_s": 2 * num_bytes / taken}
 
 
-def fma(part: Part) -> dict[str, Any]:
-    if part.dry:
+def fma(timer: Timer) -> dict[str, Any]:
+    if timer.dry:
         return {"flop_per_s": 1e9}
     kernel = torch.cuda._compile_kernel(_FMA, "fma_chains")
     blocks, threads, rounds = torch.cuda.get_device_properties(0).multi_processor_count * 16, 256, 4096
-    out = torch.empty(blocks * threads, device=part.device)
+    out = torch.empty(blocks * threads, device=timer.device)
 
     def run() -> None:
         kernel(grid=(blocks, 1, 1), block=(threads, 1, 1), args=[out, 0.999, 0.001, rounds])
 
-    return {"flop_per_s": 2 * 16 * rounds * blocks * threads / seconds([run], part.device, repeat=10)}
+    return {"flop_per_s": 2 * 16 * rounds * blocks * threads / timer.seconds([run])}
 
 
-def product(part: Part, dtype: torch.dtype, tf32: bool = False) -> dict[str, Any]:
-    size = 64 if part.dry else 8192
+def product(timer: Timer, dtype: torch.dtype, tf32: bool = False) -> dict[str, Any]:
+    size = 64 if timer.dry else 8192
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    a, b = (torch.randn(size, size, device=part.device, dtype=dtype) for _ in range(2))
-    taken = seconds([lambda: a @ b], part.device, repeat=10)
+    a, b = (torch.randn(size, size, device=timer.device, dtype=dtype) for _ in range(2))
+    taken = timer.seconds([lambda: a @ b])
     torch.backends.cuda.matmul.allow_tf32 = False
     return {"flop_per_s": 2 * size**3 / taken}
 
 
-def launch(part: Part) -> dict[str, Any]:
+def launch(timer: Timer) -> dict[str, Any]:
     """The shortest kernel there is: what any launch takes."""
-    one = torch.zeros(1, device=part.device)
-    return {"seconds_a_call": launch_seconds(lambda: one.add_(1), part.device)}
+    one = torch.zeros(1, device=timer.device)
+    return {"seconds_a_call": timer.seconds([lambda: one.add_(1)])}
 
 
 def run(part: Part, options: argparse.Namespace) -> None:
+    timer = Timer(part.device)
     part.case("card", lambda: card(part))
-    part.case("copy", lambda: copying(part))
-    part.case("fma fp32", lambda: fma(part))
-    part.case("matrix product bf16", lambda: product(part, torch.bfloat16))
-    part.case("matrix product tf32", lambda: product(part, torch.float32, True))
-    part.case("matrix product fp32", lambda: product(part, torch.float32))
-    part.case("launch", lambda: launch(part))
+    part.case("copy", lambda: timer.row(copying))
+    part.case("fma fp32", lambda: timer.row(fma))
+    part.case("matrix product bf16", lambda: timer.row(product, torch.bfloat16))
+    part.case("matrix product tf32", lambda: timer.row(product, torch.float32, True))
+    part.case("matrix product fp32", lambda: timer.row(product, torch.float32))
+    part.case("launch", lambda: timer.row(launch))
 
 
 if __name__ == "__main__":

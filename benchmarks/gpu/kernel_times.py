@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.kernel_times [--dry-run]
 
-Medians of device events; inputs are taken in turn so that the cache does not hold them. Rows hold seconds; bytes are
-what has to be moved at least, flop what has to be computed.
+Medians of replayed graphs of calls; inputs are taken in turn so that the cache does not hold them. Rows hold seconds;
+bytes are what has to be moved at least, flop what has to be computed. What could not be captured says so (by_events).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torchtp  # noqa: F401
 from benchmarks.gpu.part import Part, main
-from benchmarks.gpu.timing import launch_seconds, num_sets, seconds
+from benchmarks.gpu.timing import Timer
 from torchtp import _C
 
 OPS = torch.ops.torchtp
@@ -29,52 +29,47 @@ LAYOUTS = {"channels first": torch.contiguous_format, "channels last": torch.cha
 # The depthwise convolutions of ConvNeXt-XL on (7, 3, 512, 1024), stage by stage.
 STAGES = [(7, 256, 128, 256), (7, 512, 64, 128), (7, 1024, 32, 64), (7, 2048, 16, 32)]
 REACH = 3
-MIB = 1 << 20
 
 
-def _shape(part: Part, stage: int) -> tuple[int, int, int, int]:
-    return (1, 8, 9, 10) if part.dry else STAGES[stage]
+def _shape(timer: Timer, stage: int) -> tuple[int, int, int, int]:
+    return (1, 8, 9, 10) if timer.dry else STAGES[stage]
 
 
-def _sets(part: Part, make: Callable[[], Any], num_bytes: int) -> list[Any]:
-    return [make() for _ in range(num_sets(num_bytes, part.device))]
-
-
-def depthwise(part: Part, stage: int, kind: str) -> dict[str, Any]:
+def depthwise(timer: Timer, stage: int, kind: str) -> dict[str, Any]:
     """7x7: forward, gradient of the input, of the filters; without a halo, and with one on all four sides."""
-    n, c, h, w = _shape(part, stage)
+    n, c, h, w = _shape(timer, stage)
     row: dict[str, Any] = {"kind": "depthwise", "stage": stage + 1, "dtype": kind, "shape": [n, c, h, w]}
     row["flop_a_pass"] = 2 * 49 * n * c * h * w
     row["bytes_a_pass"] = 2 * n * c * h * w * DTYPES[kind].itemsize
     row["ours"], row["with_halos"], row["theirs"] = {}, {}, {}
     for name, layout in LAYOUTS.items():
-        found = _depthwise(part, (n, c, h, w), DTYPES[kind], layout)
+        found = _depthwise(timer, (n, c, h, w), DTYPES[kind], layout)
         row["ours"][name], row["with_halos"][name], row["theirs"][name] = found
     return row
 
 
 def _depthwise(
-    part: Part, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: torch.memory_format
+    timer: Timer, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: torch.memory_format
 ) -> list[dict[str, float]]:
     """Without halos, with them, and PyTorch's, in one layout."""
     n, c, h, w = shape
     at, params = (REACH, REACH), ([1, 1], [REACH, REACH], [1, 1], False, [0, 0], c)
 
     def image(*sizes: int) -> Tensor:
-        return torch.randn(sizes, device=part.device).to(dtype).contiguous(memory_format=layout)
+        return torch.randn(sizes, device=timer.device).to(dtype).contiguous(memory_format=layout)
 
     def make() -> dict[str, Any]:
         rows, columns = (n, c, REACH, w), (n, c, h + 2 * REACH, REACH)
         halos = [image(*rows), image(*rows), image(*columns), image(*columns)]
         return {"x": image(*shape), "dy": image(*shape), "out": image(*shape), "halos": halos, "none": []}
 
-    sets = _sets(part, make, 3 * n * c * h * w * dtype.itemsize)
-    weight = torch.randn(c, 1, 7, 7, device=part.device).to(dtype)
-    bias = torch.randn(c, device=part.device).to(dtype)
+    sets = timer.sets(make, 3 * n * c * h * w * dtype.itemsize)
+    weight = torch.randn(c, 1, 7, 7, device=timer.device).to(dtype)
+    bias = torch.randn(c, device=timer.device).to(dtype)
     filters, dw = weight.contiguous(memory_format=layout), torch.empty_like(weight)
 
     def taken(run: Callable[[dict[str, Any]], Any]) -> float:
-        return seconds([lambda s=s: run(s) for s in sets], part.device)  # type: ignore[misc]
+        return timer.seconds([lambda s=s: run(s) for s in sets])  # type: ignore[misc]
 
     def ours(halos: str) -> dict[str, float]:
         return {
@@ -104,22 +99,24 @@ def _joined(x: Tensor, halos: list[Tensor]) -> Tensor:
     return torch.cat([halos[2], torch.cat([halos[0], x, halos[1]], 2), halos[3]], 3)
 
 
-def _both(part: Part, run: Callable[..., Tensor], make: Callable[[], list[Tensor]], num_bytes: int) -> dict[str, float]:
+def _both(
+    timer: Timer, run: Callable[..., Tensor], make: Callable[[], list[Tensor]], num_bytes: int
+) -> dict[str, float]:
     """Forward and backward of `run`, whose inputs all want a gradient."""
     forward, backward = [], []
-    for inputs in _sets(part, make, num_bytes):
+    for inputs in timer.sets(make, num_bytes):
         leaves = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
         out = run(*leaves)
         dy = torch.randn_like(out)
         wanted = [x for x in leaves if x.requires_grad]
         forward.append(lambda leaves=leaves: run(*leaves))
         backward.append(lambda out=out, wanted=wanted, dy=dy: torch.autograd.grad(out, wanted, dy, retain_graph=True))
-    return {"forward": seconds(forward, part.device), "backward": seconds(backward, part.device)}
+    return {"forward": timer.seconds(forward), "backward": timer.seconds(backward)}
 
 
-def layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
+def layer_norm(timer: Timer, stage: int, kind: str) -> dict[str, Any]:
     """Over C; ours in both layouts, theirs by F.layer_norm on the permuted tensor and written out."""
-    shape, dtype, device = _shape(part, stage), DTYPES[kind], part.device
+    shape, dtype, device = _shape(timer, stage), DTYPES[kind], timer.device
     c, numel = shape[1], torch.Size(shape).numel()
     row: dict[str, Any] = {"kind": "layer norm", "stage": stage + 1, "dtype": kind, "shape": list(shape)}
     row |= {"bytes": {"forward": 2 * numel * dtype.itemsize, "backward": 3 * numel * dtype.itemsize}}
@@ -140,17 +137,17 @@ def layer_norm(part: Part, stage: int, kind: str) -> dict[str, Any]:
 
         num_bytes = 3 * numel * dtype.itemsize
         row["ours"][name] = _both(
-            part, lambda x, w, b: OPS.layer_norm_channels_first(x, w, b, 1e-6)[0], make, num_bytes
+            timer, lambda x, w, b: OPS.layer_norm_channels_first(x, w, b, 1e-6)[0], make, num_bytes
         )
-        row["theirs"][name] = _both(part, fused, make, num_bytes)
+        row["theirs"][name] = _both(timer, fused, make, num_bytes)
         if name == "channels first":
-            row["theirs"][f"{name}, written out"] = _both(part, written_out, make, num_bytes)
+            row["theirs"][f"{name}, written out"] = _both(timer, written_out, make, num_bytes)
     return row
 
 
-def depthwise_layer_norm(part: Part, stage: int, kind: str, layout: str) -> dict[str, Any]:
+def depthwise_layer_norm(timer: Timer, stage: int, kind: str, layout: str) -> dict[str, Any]:
     """7x7 and the norm over C behind it: by one op (channels first in one pass where that pays), by two, and PyTorch's."""
-    shape, dtype, device = _shape(part, stage), DTYPES[kind], part.device
+    shape, dtype, device = _shape(timer, stage), DTYPES[kind], timer.device
     c, numel = shape[1], torch.Size(shape).numel()
     at: tuple[list[int], list[int], list[int]] = ([1, 1], [REACH, REACH], [1, 1])
 
@@ -177,32 +174,30 @@ def depthwise_layer_norm(part: Part, stage: int, kind: str, layout: str) -> dict
         # Forward: in, the convolution's output for backward, out. Backward: 3 of the norm, 2 for each gradient.
         "bytes": {"forward": 3 * access, "backward": 7 * access},
         "ours": _both(
-            part,
+            timer,
             lambda x, weight, bias, w, b: OPS.depthwise_layer_norm(x, weight, bias, w, b, 1e-6, False, *at, [], [], [])[
                 0
             ],
             make,
             num_bytes,
         ),
-        "two_ops": _both(part, two_ops, make, num_bytes),
-        "theirs": _both(part, theirs, make, num_bytes),
+        "two_ops": _both(timer, two_ops, make, num_bytes),
+        "theirs": _both(timer, theirs, make, num_bytes),
     }
 
 
-def halo_pack(part: Part, name: str, shape: tuple[int, ...], dim: int, depth: int) -> dict[str, Any]:
+def halo_pack(timer: Timer, name: str, shape: tuple[int, ...], dim: int, depth: int) -> dict[str, Any]:
     """Both sides of a dim into one buffer, and back."""
-    device = part.device
+    device = timer.device
     extent = shape[dim]
     starts, depths = (0, extent - depth), (depth, depth)
     x = torch.randn(shape, device=device).bfloat16()
     packed = torch.empty(2 * depth * x.numel() // extent, device=device, dtype=x.dtype)
     num_bytes = packed.numel() * packed.element_size()
-    sets = _sets(part, lambda: (x.clone(), packed.clone()), 2 * num_bytes)
+    sets = timer.sets(lambda: (x.clone(), packed.clone()), 2 * num_bytes)
 
     def all_of(run: Callable[[Tensor, Tensor], Any]) -> float:
-        if num_bytes < MIB:  # shorter than what the host needs to launch it
-            return launch_seconds(lambda: run(x, packed), device)
-        return seconds([lambda s=s: run(*s) for s in sets], device)  # type: ignore[misc]
+        return timer.seconds([lambda s=s: run(*s) for s in sets])  # type: ignore[misc]
 
     def narrowed(x: Tensor, packed: Tensor) -> None:
         halves = packed.view(2, -1)
@@ -223,12 +218,12 @@ def halo_pack(part: Part, name: str, shape: tuple[int, ...], dim: int, depth: in
     }
 
 
-def bucket(part: Part, flat_kind: str) -> dict[str, Any]:
+def bucket(timer: Timer, flat_kind: str) -> dict[str, Any]:
     """Gradients of ConvNeXt-XL's blocks of stage 3, as many as a bucket of 25 MiB and one of 200 MiB hold."""
-    device, flat_type = part.device, DTYPES[flat_kind]
-    c = 8 if part.dry else 1024
+    device, flat_type = timer.device, DTYPES[flat_kind]
+    c = 8 if timer.dry else 1024
     block = [c * 49, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c, c]
-    counts = block * (1 if part.dry else 6)
+    counts = block * (1 if timer.dry else 6)
     numel = sum(counts)
     moved = numel * (4 + flat_type.itemsize)
 
@@ -237,10 +232,10 @@ def bucket(part: Part, flat_kind: str) -> dict[str, Any]:
         flat = torch.empty(numel, device=device, dtype=flat_type)
         return tensors, flat, list(flat.split(counts))
 
-    sets = _sets(part, make, moved)
+    sets = timer.sets(make, moved)
 
     def taken(run: Callable[[tuple[list[Tensor], Tensor, list[Tensor]]], Any]) -> float:
-        return seconds([lambda s=s: run(s) for s in sets], device)  # type: ignore[misc]
+        return timer.seconds([lambda s=s: run(s) for s in sets])  # type: ignore[misc]
 
     return {
         "kind": "bucket pack",
@@ -272,9 +267,9 @@ WINDOWS = {
 }
 
 
-def _op(part: Part, name: str, kind: str, layout_name: str) -> dict[str, Any]:
+def _op(timer: Timer, name: str, kind: str, layout_name: str) -> dict[str, Any]:
     """The ops whose ceiling is copying, on (7, 256, 128, 256) or what they make of it."""
-    shape, dtype, device, layout = _shape(part, 0), DTYPES[kind], part.device, LAYOUTS[layout_name]
+    shape, dtype, device, layout = _shape(timer, 0), DTYPES[kind], timer.device, LAYOUTS[layout_name]
     c, numel = shape[1], torch.Size(shape).numel()
 
     def image(*sizes: int) -> Tensor:
@@ -337,46 +332,44 @@ def _op(part: Part, name: str, kind: str, layout_name: str) -> dict[str, Any]:
         "kind": "op",
         "what": f"{name}, {kind} {layout_name}",
         "bytes": {"forward": forward * numel * dtype.itemsize, "backward": backward * numel * dtype.itemsize},
-        "ours": _both(part, ours, make, num_bytes),
-        "theirs": _both(part, theirs, make, num_bytes),
+        "ours": _both(timer, ours, make, num_bytes),
+        "theirs": _both(timer, theirs, make, num_bytes),
     }
 
 
 def run(part: Part, options: argparse.Namespace) -> None:
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = True
+    timer = Timer(part.device)
+
+    def case(name: str, measure: Callable[..., dict[str, Any]], *args: Any) -> None:
+        part.case(name, lambda: timer.row(measure, *args))
+
+    stages = range(1 if part.dry else len(STAGES))
     for kind in DTYPES:
-        for stage in range(1 if part.dry else len(STAGES)):
-            part.case(f"depthwise, stage {stage + 1}, {kind}", lambda s=stage, k=kind: depthwise(part, s, k))  # type: ignore[misc]
+        for stage in stages:
+            case(f"depthwise, stage {stage + 1}, {kind}", depthwise, stage, kind)
     for kind in DTYPES:
-        for stage in range(1 if part.dry else len(STAGES)):
-            part.case(f"layer norm, stage {stage + 1}, {kind}", lambda s=stage, k=kind: layer_norm(part, s, k))  # type: ignore[misc]
+        for stage in stages:
+            case(f"layer norm, stage {stage + 1}, {kind}", layer_norm, stage, kind)
     for kind in DTYPES:
-        for stage in range(1 if part.dry else len(STAGES)):
+        for stage in stages:
             for layout in LAYOUTS:
-                part.case(
-                    f"depthwise and layer norm, stage {stage + 1}, {kind}, {layout}",
-                    lambda s=stage, k=kind, way=layout: depthwise_layer_norm(part, s, k, way),  # type: ignore[misc]
-                )
-    first = _shape(part, 0)
+                what = f"depthwise and layer norm, stage {stage + 1}, {kind}, {layout}"
+                case(what, depthwise_layer_norm, stage, kind, layout)
+    first = _shape(timer, 0)
     n, c, h, w = first
     halos = [("3 columns, channels first", first, 3, 3), ("3 rows, channels first", first, 2, 3)]
     halos += [("3 columns, channels last", (n, h, w, c), 2, 3), ("3 rows, channels last", (n, h, w, c), 1, 3)]
     halos += [("3 rows of a small one", (1, h, 16, 32), 1, 3), ("a quarter of the rows", first, 2, h // 4)]
     for name, shape, dim, depth in halos:
-        part.case(
-            f"halo pack, {name}",
-            lambda name=name, shape=shape, dim=dim, depth=depth: halo_pack(part, name, shape, dim, depth),  # type: ignore[misc]
-        )
+        case(f"halo pack, {name}", halo_pack, name, shape, dim, depth)
     for kind in DTYPES:
-        part.case(f"bucket pack to {kind}", lambda kind=kind: bucket(part, kind))  # type: ignore[misc]
+        case(f"bucket pack to {kind}", bucket, kind)
     copying = ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation", "layer scale")
     for name in (*copying, *WINDOWS):
         for layout in LAYOUTS:
-            part.case(
-                f"{name}, bf16 {layout}",
-                lambda name=name, layout=layout: _op(part, name, "bf16", layout),  # type: ignore[misc]
-            )
+            case(f"{name}, bf16 {layout}", _op, name, "bf16", layout)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,14 @@ def _parts(results: dict[str, Any]) -> str:
         lines.append([part["name"], part["ending"], str(good), str(len(wrong)), str(len(skipped))])
         failures += [f"- {part['name']}, {row['case']}: `{_plain(row['error'])}`" for row in wrong]
         failures += [f"- {part['name']}, {row['case']}: not run, {row['skipped']}" for row in skipped]
+        failures += [_by_events(part["name"], row) for row in part["rows"] if row.get("by_events")]
     out = table(["part", "how it ended", "good", "failed", "skipped"], lines)
     return out + ("\n" + "\n".join(failures) + "\n" if failures else "")
+
+
+def _by_events(part: str, row: Row) -> str:
+    why = row["by_events"]
+    return f"- {part}, {row['case']}: {len(why)} figures have the host's time in them, not captured: `{_plain(why[0])}`"
 
 
 def _plain(error: str) -> str:
