@@ -24,6 +24,10 @@
 // A phase for which `reduces(phase)` is true ends with state.partial combined by `combine(low, high)` over teams: of
 // `team` neighbouring threads those whose numbers are equal modulo `apart` (powers of two, apart at most 32). The order
 // is the same on both sides, and every thread of the team has the result from there on.
+//
+// What a program may say beside that, for speed: `kCommutes`, that combine(a, b) is combine(b, a); `kMostTeam`, of
+// threads; `meets(phase)`, which is false where the next phase reads nothing that other threads wrote, so that none
+// waits for them.
 namespace torchtp::kernels {
 
 struct Place {
@@ -42,6 +46,26 @@ constexpr int kStaticSharedBytes = 16 * 1024;
 // Of shared memory that a launch may ask for beside that, on any device; a plan is told what its own device has, which
 // is at least this least one (sm_86, sm_89 and sm_120 give a block 99 KiB in all).
 constexpr size_t kMostSharedBytes = 200 * 1024, kLeastSharedBytes = 82 * 1024;
+
+template <typename Program, typename = void>
+struct Commutes : std::false_type {};
+template <typename Program>
+struct Commutes<Program, std::enable_if_t<Program::kCommutes>> : std::true_type {};
+
+template <typename Program, typename = void>
+struct MostTeam : std::integral_constant<int, Program::kThreads> {};
+template <typename Program>
+struct MostTeam<Program, std::void_t<decltype(Program::kMostTeam)>> : std::integral_constant<int, Program::kMostTeam> {
+};
+
+template <typename Program, typename = void>
+struct Meetings {
+  static constexpr bool after(int) { return true; }
+};
+template <typename Program>
+struct Meetings<Program, std::void_t<decltype(Program::meets(0))>> {
+  static constexpr bool after(int phase) { return Program::meets(phase); }
+};
 
 struct NoState {};
 

@@ -33,17 +33,20 @@ __device__ __forceinline__ void reduce_team(const Program& program, typename Pro
   for (int offset = 1; offset < 32; offset *= 2) {
     if (offset < apart || offset >= team) continue;
     const Partial other = from_lane(mine, offset);
-    mine = threadIdx.x & offset ? Program::combine(other, mine) : Program::combine(mine, other);
+    mine = !Commutes<Program>::value && threadIdx.x & offset ? Program::combine(other, mine)
+                                                             : Program::combine(mine, other);
   }
-  if (team > 32) {
-    __shared__ Partial of_warp[Program::kThreads / 32][32];
-    const int lane = threadIdx.x % apart;
-    if (threadIdx.x % 32 == lane) of_warp[threadIdx.x / 32][lane] = mine;
-    __syncthreads();
-    const int first = threadIdx.x / team * (team / 32);
-    mine = of_warp[first][lane];
-    for (int warp = 1; warp < team / 32; ++warp) mine = Program::combine(mine, of_warp[first + warp][lane]);
-    __syncthreads();
+  if constexpr (MostTeam<Program>::value > 32) {
+    if (team > 32) {
+      __shared__ Partial of_warp[Program::kThreads / 32][32];
+      const int lane = threadIdx.x % apart;
+      if (threadIdx.x % 32 == lane) of_warp[threadIdx.x / 32][lane] = mine;
+      __syncthreads();
+      const int first = threadIdx.x / team * (team / 32);
+      mine = of_warp[first][lane];
+      for (int warp = 1; warp < team / 32; ++warp) mine = Program::combine(mine, of_warp[first + warp][lane]);
+      __syncthreads();
+    }
   }
   state.partial = mine;
 }
@@ -53,7 +56,8 @@ __device__ __forceinline__ void run_phase(const Program& program, const Place& p
                                           typename Program::State& state, void* shared) {
   program.template run<kPhase>(place, step, state, shared);
   if constexpr (Program::reduces(kPhase)) reduce_team(program, state);
-  if constexpr (kPhase + 1 < Program::kPhases || Program::kPhases == Program::kStepPhases) __syncthreads();
+  constexpr bool kLast = kPhase + 1 == Program::kPhases && Program::kPhases != Program::kStepPhases;
+  if constexpr (!kLast && Meetings<Program>::after(kPhase)) __syncthreads();
 }
 
 template <int kFirst, typename Program, int... kPhases>
@@ -118,6 +122,7 @@ struct RunOnDevice {
   const char* name;  // for errors
   cudaStream_t stream;
   size_t most_shared = most_shared_bytes();
+  int multiprocessors = kernels::multiprocessors();
 
   template <typename Program>
   void program(const Program& program) const {

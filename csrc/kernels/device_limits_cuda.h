@@ -21,4 +21,11 @@ inline size_t most_shared_bytes() {
   return cudaGetDevice(&device) == cudaSuccess ? most_shared_bytes(device) : 0;
 }
 
+// Of the current one; 1 if it does not say.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
+
 }  // namespace torchtp::kernels

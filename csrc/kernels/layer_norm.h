@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/host_device.h"
 
@@ -10,6 +11,9 @@ namespace torchtp::kernels {
 // The arithmetic that all layouts and devices share.
 template <typename A>
 TORCHTP_HOST_DEVICE A layer_norm_rstd(A variance, A eps) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<A, float>) return rsqrtf(variance + eps);  // a tenth of the instructions, 2 ulp
+#endif
   return A(1) / std::sqrt(variance + eps);
 }
 template <typename A>

@@ -7,6 +7,7 @@ namespace torchtp::kernels {
 // What a plan runs on: the CPU here, a stream in block_program_cuda.h.
 struct RunOnHost {
   size_t most_shared = kMostSharedBytes;  // of a block
+  int multiprocessors = 3;
 
   template <typename Program>
   void program(const Program& program) const {

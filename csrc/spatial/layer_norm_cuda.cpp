@@ -4,6 +4,7 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 
 #include "kernels/layer_norm_cuda.h"
 #include "spatial/factors.h"
@@ -14,13 +15,27 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
+// What the kernels read without converting it first: parameters in the type of x.
+bool narrow(const at::Tensor& x, const Optional& weight) { return weight && weight->scalar_type() == x.scalar_type(); }
+
+// In one type for weight and bias; what is not there is `otherwise`.
+at::Tensor readable(const at::Tensor& x, const Optional& numbers, bool narrow, double otherwise) {
+  const auto options = x.options().dtype(narrow ? x.scalar_type() : at::kFloat);
+  return numbers ? factors(numbers, options.dtype().toScalarType()) : at::full({x.size(1)}, otherwise, options);
+}
+template <typename T>
+kernels::Factors<T> as_factors(const at::Tensor& numbers, bool narrow) {
+  if (narrow) return {numbers.const_data_ptr<T>(), nullptr};
+  return {nullptr, numbers.const_data_ptr<float>()};
+}
+
 bool channels_last(const at::Tensor& x) { return x.suggest_memory_format() != at::MemoryFormat::Contiguous; }
 
 }  // namespace
 
 bool has_layer_norm_cuda(const at::Tensor& x) {
   return has_cuda_kernels(x) && x.size(1) > 0 &&
-         kernels::layer_norm_fits_cuda(layer_norm_params(x), channels_last(x), x.element_size(), x.device().index());
+         kernels::layer_norm_fits_cuda(layer_norm_params(x), channels_last(x), x.device().index());
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_cuda(const at::Tensor& x, const Optional& weight,
@@ -30,10 +45,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_cuda(const at::Tensor&
   positions.erase(positions.begin() + 1);
   const at::Tensor y = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
   const at::Tensor mean = at::empty(positions, x.options().dtype(at::kFloat)), rstd = at::empty_like(mean);
-  const at::Tensor w = factors(weight, at::kFloat), b = factors(bias, at::kFloat);
+  const bool are_narrow = narrow(x, weight);
+  const at::Tensor w = readable(x, weight, are_narrow, 1), b = readable(x, bias, are_narrow, 0);
   AT_DISPATCH_V2(x.scalar_type(), "layer_norm_channels_first", AT_WRAP([&] {
-                   kernels::launch_layer_norm(x.const_data_ptr<scalar_t>(), data_or_null<float>(w),
-                                              data_or_null<float>(b), eps, y.mutable_data_ptr<scalar_t>(),
+                   kernels::launch_layer_norm(x.const_data_ptr<scalar_t>(), as_factors<scalar_t>(w, are_narrow),
+                                              as_factors<scalar_t>(b, are_narrow), eps, y.mutable_data_ptr<scalar_t>(),
                                               mean.mutable_data_ptr<float>(), rstd.mutable_data_ptr<float>(),
                                               layer_norm_params(x), channels_last(x), device.stream());
                  }),
@@ -50,16 +66,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward_cuda(const at
   const auto options = x.options().dtype(at::kFloat);
   at::Tensor grad_input;
   if (output_mask[0]) grad_input = at::empty(x.sizes(), x.options(), x.suggest_memory_format());
-  const at::Tensor w = factors(weight, at::kFloat), m = mean.contiguous(), r = rstd.contiguous();
-  const at::Tensor gradients = at::empty({2, x.size(1)}, options);
+  const bool are_narrow = narrow(x, weight);
+  const at::Tensor w = readable(x, weight, are_narrow, 1), m = mean.contiguous(), r = rstd.contiguous();
+  const at::Tensor gradients = at::empty({2, x.size(1)}, are_narrow ? x.options() : options);
   const at::Tensor scratch = at::empty({kernels::layer_norm_scratch(params)}, options);
   AT_DISPATCH_V2(x.scalar_type(), "layer_norm_channels_first_backward", AT_WRAP([&] {
-                   kernels::launch_layer_norm_backward(
-                       dy.const_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(), data_or_null<float>(w),
-                       m.const_data_ptr<float>(), r.const_data_ptr<float>(),
-                       output_mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr,
-                       gradients.mutable_data_ptr<float>(), scratch.mutable_data_ptr<float>(), params, channels_last(x),
-                       device.stream());
+                   const auto launch = [&](auto* to) {
+                     kernels::launch_layer_norm_backward(
+                         dy.const_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(),
+                         as_factors<scalar_t>(w, are_narrow), m.const_data_ptr<float>(), r.const_data_ptr<float>(),
+                         output_mask[0] ? grad_input.mutable_data_ptr<scalar_t>() : nullptr, to,
+                         scratch.mutable_data_ptr<float>(), params, channels_last(x), device.stream());
+                   };
+                   are_narrow ? launch(gradients.mutable_data_ptr<scalar_t>())
+                              : launch(gradients.mutable_data_ptr<float>());
                  }),
                  TORCHTP_CUDA_TYPES);
   return {grad_input, output_mask[1] ? gradients.select(0, 0) : at::Tensor(),

@@ -15,7 +15,7 @@ bool has_layer_norm_cuda(const at::Tensor& x);
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_cuda(const at::Tensor& x,
                                                                const std::optional<at::Tensor>& weight,
                                                                const std::optional<at::Tensor>& bias, double eps);
-// Gradients of weight and bias in float.
+// Gradients of weight and bias in weight's type if that is x's, else in float.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_backward_cuda(const at::Tensor& dy, const at::Tensor& x,
                                                                         const std::optional<at::Tensor>& weight,
                                                                         const at::Tensor& mean, const at::Tensor& rstd,

@@ -52,18 +52,16 @@ Reference reference(const LayerNormParams& p, bool last, double eps, const std::
 }
 
 template <typename T>
-void check(const LayerNormParams& p, bool last, bool affine, size_t most_shared = kernels::kMostSharedBytes) {
+void check(const LayerNormParams& p, bool last, size_t most_shared = kernels::kMostSharedBytes, bool narrow = false) {
   const std::string name = std::to_string(p.batches) + " x " + std::to_string(p.channels) + " x " +
                            std::to_string(p.inner) + (last ? " channels last" : " channels first");
   const double eps = 1e-5;
   const int64_t count = p.batches * p.channels * p.inner;
   auto x = test::noise(count, 1, 3), dy = test::noise(count, 2), weight = test::noise(p.channels, 3, 1),
        bias = test::noise(p.channels, 4);
-  if (!affine) {
-    weight.assign(weight.size(), 1);
-    bias.assign(bias.size(), 0);
-  }
   const auto in = test::rounded<T>(x), grad = test::rounded<T>(dy);
+  std::vector<T> narrow_w, narrow_b;
+  if (narrow) narrow_w = test::rounded<T>(weight), narrow_b = test::rounded<T>(bias);
   const auto w = test::rounded<float>(weight), b = test::rounded<float>(bias);
   const Reference r = reference(p, last, eps, x, weight, bias, dy);
 
@@ -71,18 +69,19 @@ void check(const LayerNormParams& p, bool last, bool affine, size_t most_shared 
   std::vector<T> y(count, static_cast<T>(nan)), dx(count, static_cast<T>(nan));
   std::vector<float> mean(p.batches * p.inner, nan), rstd(p.batches * p.inner, nan), gradients(2 * p.channels, nan);
   std::vector<float> scratch(kernels::layer_norm_backward_scratch(p), nan);
-  const float* const no_float = nullptr;
-  kernels::run_layer_norm(kernels::RunOnHost{most_shared}, in.data(), affine ? w.data() : no_float,
-                          affine ? b.data() : no_float, eps, y.data(), mean.data(), rstd.data(), p, last);
+  const auto* const no_float = static_cast<const float*>(nullptr);
+  const kernels::Factors<T> weights{narrow ? narrow_w.data() : nullptr, narrow ? no_float : w.data()};
+  const kernels::Factors<T> biases{narrow ? narrow_b.data() : nullptr, narrow ? no_float : b.data()};
+  kernels::run_layer_norm(kernels::RunOnHost{most_shared}, in.data(), weights, biases, eps, y.data(), mean.data(),
+                          rstd.data(), p, last);
   test::check_close(y, r.y, test::tolerance<T>(), name + ", output");
   test::check_close(mean, r.mean, 1e-5, name + ", mean");
   test::check_close(rstd, r.rstd, 1e-5, name + ", 1 / standard deviation");
 
   const auto backward = [&](T* out) {
     gradients.assign(gradients.size(), nan);
-    kernels::run_layer_norm_backward(kernels::RunOnHost{most_shared}, grad.data(), in.data(),
-                                     affine ? w.data() : no_float, mean.data(), rstd.data(), out, gradients.data(),
-                                     scratch.data(), p, last);
+    kernels::run_layer_norm_backward(kernels::RunOnHost{most_shared}, grad.data(), in.data(), weights, mean.data(),
+                                     rstd.data(), out, gradients.data(), scratch.data(), p, last);
     test::check_close(gradients, r.gradients, 2e-5, name + ", gradients of weight and bias");
   };
   backward(dx.data());
@@ -94,52 +93,51 @@ void check(const LayerNormParams& p, bool last, bool affine, size_t most_shared 
 void channels_of_all_sizes() {
   for (bool last : {false, true})
     for (int64_t channels : {1, 3, 8, 32, 96, 100, 257, 600, 1024, 2048})
-      check<float>({2, channels, channels > 256 ? 6 : 20}, last, true);
+      check<float>({2, channels, channels > 256 ? 6 : 20}, last);
 }
 
 void positions_of_all_sizes() {
   for (bool last : {false, true})
-    for (int64_t inner : {1, 4, 7, 31, 64, 130, 1100}) check<float>({3, 12, inner}, last, true);
+    for (int64_t inner : {1, 4, 7, 31, 64, 130, 1100}) check<float>({3, 12, inner}, last);
 }
 
 void half_precision() {
   for (bool last : {false, true}) {
-    check<c10::BFloat16>({2, 96, 68}, last, true);
-    check<c10::BFloat16>({1, 2048, 20}, last, true);
-    check<c10::Half>({2, 64, 33}, last, true);
-    check<c10::Half>({1, 1024, 5}, last, true);
+    check<c10::BFloat16>({2, 96, 68}, last);
+    check<c10::BFloat16>({1, 2048, 20}, last);
+    check<c10::Half>({2, 64, 33}, last);
+    check<c10::Half>({1, 1024, 5}, last);
+    check<c10::BFloat16>({3, 160, 24}, last, kernels::kMostSharedBytes, true);
+    check<c10::Half>({2, 1536, 12}, last, kernels::kMostSharedBytes, true);
+    check<c10::Half>({2, 37, 9}, last, kernels::kMostSharedBytes, true);
   }
 }
 
 void many_tiles_for_a_block() {
-  for (bool last : {false, true}) check<float>({1, 16, 40000}, last, true);
+  for (bool last : {false, true}) check<float>({1, 16, 40000}, last);
 }
 
 void blocks_with_little_shared_memory() {
-  const auto fits = [](int64_t channels, int64_t bytes, size_t most) {
-    return kernels::layer_norm_fits({1, channels, 1}, false, bytes, most);
+  const auto fits = [](int64_t channels, size_t most) {
+    return kernels::layer_norm_fits({1, channels, 1}, false, most);
   };
   for (size_t most : {kernels::kLeastSharedBytes, size_t{147 * 1024}}) {
     int64_t channels = 2048;
-    while (!fits(channels, 4, most)) --channels;
-    check<float>({1, channels, 20}, false, true, most);
-    check<float>({1, channels, 7}, false, true, most);
-    while (channels < 2048 && fits(channels + 1, 2, most)) ++channels;
-    check<c10::BFloat16>({1, channels, 20}, false, true, most);
-    check<float>({2, 300, 40}, false, true, most);
-    check<float>({1, 2048, 5}, true, true, most);
+    while (!fits(channels, most)) --channels;
+    check<float>({1, channels, 20}, false, most);
+    check<float>({1, channels, 7}, false, most);
+    while (channels < 2048 && fits(channels + 1, most)) ++channels;
+    check<c10::BFloat16>({1, channels, 20}, false, most);
+    check<float>({2, 300, 40}, false, most);
+    check<float>({1, 2048, 5}, true, most);
   }
-  CHECK(fits(2048, 4, kernels::kMostSharedBytes));
-  CHECK(!fits(2048, 4, kernels::kLeastSharedBytes));
-  CHECK(kernels::layer_norm_fits({1, 2048, 1}, true, 4, kernels::kLeastSharedBytes));
-}
-
-void without_weight_and_bias() {
-  for (bool last : {false, true}) check<float>({2, 24, 12}, last, false);
+  CHECK(fits(2048, kernels::kMostSharedBytes));
+  CHECK(!fits(2048, kernels::kLeastSharedBytes));
+  CHECK(kernels::layer_norm_fits({1, 2048, 1}, true, kernels::kLeastSharedBytes));
 }
 
 void nothing() {
-  for (bool last : {false, true}) check<float>({0, 5, 4}, last, true);
+  for (bool last : {false, true}) check<float>({0, 5, 4}, last);
 }
 
 }  // namespace
@@ -150,6 +148,5 @@ int main() {
                     {"half precision", half_precision},
                     {"many tiles for a block", many_tiles_for_a_block},
                     {"blocks with little shared memory", blocks_with_little_shared_memory},
-                    {"without weight and bias", without_weight_and_bias},
                     {"nothing", nothing}});
 }

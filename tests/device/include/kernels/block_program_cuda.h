@@ -36,6 +36,7 @@ struct RunOnDevice {
   const char* name;
   cudaStream_t stream;
   size_t most_shared = most_shared_bytes();
+  int multiprocessors = kernels::multiprocessors();
 
   template <typename Program>
   void program(const Program& program) const {

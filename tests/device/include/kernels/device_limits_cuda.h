@@ -6,5 +6,6 @@
 namespace torchtp::kernels {
 
 inline size_t most_shared_bytes(int = 0) { return kMostSharedBytes; }
+inline int multiprocessors() { return 3; }
 
 }  // namespace torchtp::kernels
