@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -92,6 +93,27 @@ def _every_call(calls):
 @pytest.mark.parametrize("calls", [_reductions, _moves])
 def test_every_collective_goes_to_the_inner_backend(calls):
     run_ranks(_every_call, 2, calls, backend="torchtp")
+
+
+def _norms():
+    ops, rank = torch.ops.torchtp, dist.get_rank()
+    full = torch.randn(2, 4, 6, 5, dtype=torch.float64)
+    full.requires_grad_()
+    part = full.detach()[:, :, 3 * rank : 3 * rank + 3].clone().requires_grad_()
+    with _inner_group() as group:
+        names = [group.group_name]
+        for found, expected in (
+            (ops.batch_norm(part, None, None, None, None, True, 0.1, 1e-5, names)[0], F.batch_norm(full, None, None, training=True)),
+            (ops.group_norm(part, None, None, 2, 1e-5, names)[0], F.group_norm(full, 2)),
+        ):  # fmt: skip
+            torch.testing.assert_close(found, expected[:, :, 3 * rank : 3 * rank + 3])
+            (mine,) = torch.autograd.grad((found**3).sum(), part)
+            (whole,) = torch.autograd.grad((expected**3).sum(), full)
+            torch.testing.assert_close(mine, whole[:, :, 3 * rank : 3 * rank + 3])
+
+
+def test_norms_sum_over_the_ranks_of_a_device():
+    run_ranks(_norms, 2, backend="torchtp")
 
 
 def _futures_and_coalescing():

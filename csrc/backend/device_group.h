@@ -24,6 +24,8 @@ class DeviceGroup {
   // Which tensors are its: those on CUDA, unless a test lets it have those on the CPU.
   void set_device(c10::DeviceType type) { type_ = type; }
   bool takes(const c10::Device& device) const { return device.type() == type_; }
+  // For a test: another backend is there in place of NCCL.
+  bool stands_in() const { return type_ != c10::DeviceType::CUDA; }
 
   BackendPtr get();         // throws when it cannot be made here
   BackendPtr made() const;  // null before get(), and after close()

@@ -4,6 +4,14 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace torchtp::backend {
+namespace {
+
+// Nobody gets a work of NCCL's synchronous calls: what follows on the current stream comes behind them.
+void wait_for_reduction(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work) work->wait();
+}
+
+}  // namespace
 
 at::Tensor all_gather(const at::Tensor& mine, const std::vector<std::string>& groups) {
   at::Tensor all = mine.contiguous().unsqueeze(0);
@@ -19,7 +27,7 @@ at::Tensor all_gather(const at::Tensor& mine, const std::vector<std::string>& gr
     std::vector<at::Tensor> inputs{all};
     c10d::AllgatherOptions options;
     options.asyncOp = false;  // torchtp then stays on this thread
-    group->allgather(parts, inputs, options)->wait();
+    wait_for_reduction(group->allgather(parts, inputs, options));
     all = next;
   }
   return all;
@@ -32,7 +40,7 @@ void all_reduce(const at::Tensor& sum, const std::vector<std::string>& groups) {
     std::vector<at::Tensor> tensors{sum};
     c10d::AllreduceOptions options;
     options.asyncOp = false;
-    group->allreduce(tensors, options)->wait();
+    wait_for_reduction(group->allreduce(tensors, options));
   }
 }
 

@@ -280,7 +280,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
       }
     }
   }
-  if (inner_backend) return on_device(*inner_backend, plan.op, sequence, inner);
+  if (inner_backend) return on_device(*inner_backend, plan.op, sequence, asynchronous, inner);
   runner_.run(run);
   return work;
 }
@@ -302,7 +302,7 @@ void TorchtpBackend::announce(std::unique_lock<std::mutex>& lock, const shm::Fin
   if (*failed) std::rethrow_exception(*failed);
 }
 
-TorchtpBackend::WorkPtr TorchtpBackend::on_device(Inner& backend, c10d::OpType op, uint64_t sequence,
+TorchtpBackend::WorkPtr TorchtpBackend::on_device(Inner& backend, c10d::OpType op, uint64_t sequence, bool asynchronous,
                                                   const std::function<WorkPtr(Inner&)>& inner) {
   check(*engine_);
   {
@@ -319,8 +319,12 @@ TorchtpBackend::WorkPtr TorchtpBackend::on_device(Inner& backend, c10d::OpType o
     check(*engine_);
     throw;
   }
-  if (!work) return work;  // part of what the inner backend coalesces
+  if (!work) return work;  // part of what the inner backend coalesces, or done on the current stream
   work = c10::make_intrusive<DeviceWork>(work, getRank(), op, sequence, [engine = engine_] { check(*engine); });
+  if (!asynchronous && device_->stands_in()) {  // as NCCL does
+    work->wait();
+    return nullptr;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (coalescing_ && !inner_coalescing_) coalesced_.push_back(work);
   return work;
@@ -346,7 +350,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tenso
                                                 const std::function<Engine::MessagePtr(Engine&)>& on_cpu,
                                                 const std::function<WorkPtr(Inner&)>& inner) {
   check_open();
-  if (const auto backend = inner_for(tensor.device())) return on_device(*backend, op, 0, inner);
+  if (const auto backend = inner_for(tensor.device())) return on_device(*backend, op, 0, true, inner);
   Operation operation;
   operation.kind = Operation::Kind::kMessage;
   operation.op = name_of(op);

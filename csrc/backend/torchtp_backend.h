@@ -122,7 +122,8 @@ class TorchtpBackend : public c10d::Backend {
                  const std::function<WorkPtr(Inner&)>& inner = {});
   void announce(std::unique_lock<std::mutex>& lock, const shm::Fingerprint& print, uint64_t number,
                 std::chrono::milliseconds timeout);
-  WorkPtr on_device(Inner& backend, c10d::OpType op, uint64_t sequence, const std::function<WorkPtr(Inner&)>& inner);
+  WorkPtr on_device(Inner& backend, c10d::OpType op, uint64_t sequence, bool asynchronous,
+                    const std::function<WorkPtr(Inner&)>& inner);
   struct MessageTo {
     int peer;  // -1: from any
     int tag;

@@ -39,6 +39,7 @@ __device__ __forceinline__ void reduce_team(const Program& program, typename Pro
   if constexpr (MostTeam<Program>::value > 32) {
     if (team > 32) {
       __shared__ Partial of_warp[Program::kThreads / 32][32];
+      static_assert(sizeof(of_warp) == static_shared_bytes<Program>());
       const int lane = threadIdx.x % apart;
       if (threadIdx.x % 32 == lane) of_warp[threadIdx.x / 32][lane] = mine;
       __syncthreads();
@@ -87,13 +88,12 @@ inline void require_launched(const char* name, cudaError_t status) {
 
 template <typename Program>
 void launch_program(const char* name, const Program& program, cudaStream_t stream) {
-  constexpr size_t kAlwaysAllowed = 48 * 1024;
   const int64_t blocks = program.num_blocks();
   if (blocks == 0) return;  // a grid of zero blocks is a launch error
   if (blocks > INT32_MAX) throw Error(std::string(name) + ": " + std::to_string(blocks) + " blocks do not fit a grid");
   const auto kernel = &block_program_kernel<Program>;
   const size_t bytes = program.shared_bytes();
-  if (bytes > kAlwaysAllowed) {
+  if (needs_leave(bytes)) {
     require_launched(
         name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   }
