@@ -23,6 +23,7 @@ struct ArenaExchange::Exchanging {
   std::vector<DeviceReceive> receives;
   std::vector<Flow> out, in;
   size_t num_chunks = 0;
+  uint64_t graph;  // 0: runs as it is enqueued
   bool completed = false, finished = false;
   std::vector<const std::byte*> left;      // [receives]
   std::vector<kernels::HaloFree> staying;  // freed by release()
@@ -114,6 +115,7 @@ uint64_t ArenaExchange::start(std::vector<DeviceSend> sends, std::vector<DeviceR
                       ticket, " starts"));
     }
   }
+  leave_other_graphs(stream);
   last_ticket_ = ticket;
   device_->enter(stream);
   for (auto& [number, before] : under_way_) {
@@ -121,6 +123,7 @@ uint64_t ArenaExchange::start(std::vector<DeviceSend> sends, std::vector<DeviceR
   }
   auto exchanging = std::make_shared<Exchanging>();
   exchanging->ticket = ticket;
+  exchanging->graph = device_->graph_of(stream);
   std::vector<std::pair<int, int64_t>> sizes;
   for (const DeviceSend& send : sends) sizes.emplace_back(send.peer, send.num_bytes);
   exchanging->out = flows_of(sizes, out_turns_);
@@ -144,25 +147,25 @@ uint64_t ArenaExchange::start(std::vector<DeviceSend> sends, std::vector<DeviceR
   exchanging->receives = std::move(receives);
   under_way_.emplace(ticket, exchanging);
   push(*exchanging, 0, stream);
-  free_released(stream);
   return ticket;
 }
 
-kernels::HaloFrees ArenaExchange::next_frees() {
-  kernels::HaloFrees frees;
-  while (!released_.empty() && frees.count < kernels::kMostHaloChannels) {
-    frees.frees[frees.count++] = released_.back();
-    released_.pop_back();
-  }
-  return frees;
+// A graph's run neither waits for what was begun outside of it nor leaves anything to others.
+void ArenaExchange::require_one_graph(const Exchanging& exchanging, Stream stream) const {
+  if (exchanging.graph == device_->graph_of(stream)) return;
+  throw Error(cat("exchange ", exchanging.ticket,
+                  exchanging.graph == 0
+                      ? " is under way: finish and release it before a graph is captured"
+                      : " was captured in a graph that has ended: capture what finishes and releases it too"));
 }
 
-void ArenaExchange::free_released(Stream stream) {
-  while (!released_.empty()) {
-    kernels::HaloWaitParams params;
-    params.context = context_;
-    params.frees = next_frees();
-    device_->wait(params, stream);
+// What a capture that failed has left never runs.
+void ArenaExchange::leave_other_graphs(Stream stream) {
+  const uint64_t graph = device_->graph_of(stream);
+  for (auto next = under_way_.begin(); next != under_way_.end();) {
+    const Exchanging& before = *next->second;
+    if (before.graph == 0) require_one_graph(before, stream);
+    next = before.graph == 0 || before.graph == graph ? std::next(next) : under_way_.erase(next);
   }
 }
 
@@ -171,7 +174,6 @@ void ArenaExchange::push(Exchanging& exchanging, size_t chunk, Stream stream) {
   const auto begin = [&] {
     params = {};
     params.context = context_;
-    params.frees = next_frees();
   };
   const auto launch = [&] {
     if (params.num_channels > 0) device_->push(params, stream);
@@ -211,18 +213,13 @@ void ArenaExchange::push(Exchanging& exchanging, size_t chunk, Stream stream) {
     }
     params.channels[params.num_channels - 1].arrived = word(flow.peer, rank_, slot_index, ArenaLayout::kArrived);
   }
-  if (params.num_channels == 0) {  // what was to be freed waits for another launch
-    for (uint32_t i = 0; i < params.frees.count; ++i) released_.push_back(params.frees.frees[i]);
-    return;
-  }
-  device_->push(params, stream);
+  if (params.num_channels > 0) device_->push(params, stream);
 }
 
 void ArenaExchange::wait(const Exchanging& exchanging, size_t chunk, Stream stream) {
   kernels::HaloWaitParams params;
   params.context = context_;
   const auto launch = [&] {
-    params.frees = next_frees();
     device_->wait(params, stream);
     params.count = 0;
   };
@@ -284,16 +281,14 @@ std::vector<const std::byte*> ArenaExchange::finish(uint64_t ticket, Stream stre
   const auto found = under_way_.find(ticket);
   if (found == under_way_.end() || found->second->finished) throw Error(cat("no exchange ", ticket, " is under way"));
   require_no_trouble();
+  require_one_graph(*found->second, stream);
   exchanging = found->second;
   exchanging->finished = true;
   device_->enter(stream);
   for (auto& [number, before] : under_way_) {
     if (number <= ticket) complete(*before, stream);
   }
-  if (exchanging->staying.empty()) {
-    under_way_.erase(found);
-    if (device_->captures(stream)) free_released(stream);
-  }
+  if (exchanging->staying.empty()) under_way_.erase(found);
   require_no_trouble();
   return exchanging->left;
 }
@@ -302,11 +297,13 @@ void ArenaExchange::release(uint64_t ticket, Stream stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = under_way_.find(ticket);
   if (found == under_way_.end() || !found->second->finished) throw Error(cat("exchange ", ticket, " holds nothing"));
+  require_one_graph(*found->second, stream);
   device_->enter(stream);
-  for (const kernels::HaloFree& free : found->second->staying) released_.push_back(free);
+  // Now and not with the next exchange: nobody knows whether that one is a replay, whose launches are made already.
+  PayloadTaker taker(*device_, context_, stream);
+  for (const kernels::HaloFree& free : found->second->staying) taker.free(free);
+  taker.launch();
   under_way_.erase(found);
-  // A graph must free in every run what it used.
-  if (device_->captures(stream)) free_released(stream);
 }
 
 void ArenaExchange::check() {

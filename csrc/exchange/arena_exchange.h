@@ -56,8 +56,8 @@ class ArenaExchange final : public DeviceExchange {
   void wait(const Exchanging& exchanging, size_t chunk, Stream stream);
   void take(Exchanging& exchanging, size_t chunk, Stream stream);
   void complete(Exchanging& exchanging, Stream stream);
-  void free_released(Stream stream);
-  kernels::HaloFrees next_frees();
+  void require_one_graph(const Exchanging& exchanging, Stream stream) const;
+  void leave_other_graphs(Stream stream);
   void require_no_trouble();
   uint64_t* word(int owner, int peer, int slot, ArenaLayout::Word word) const;
   std::byte* slot(int owner, int peer, int slot) const;
@@ -74,7 +74,6 @@ class ArenaExchange final : public DeviceExchange {
   uint64_t last_ticket_ = 0;
   std::map<uint64_t, std::shared_ptr<Exchanging>> under_way_;
   std::vector<int> out_turns_, in_turns_;  // [peer * 2 + (0: whole messages, 1: parts)]: slots used so far, modulo 2
-  std::vector<kernels::HaloFree> released_;
   std::string cause_;
 };
 

@@ -18,8 +18,8 @@ class HaloDevice {
 
   // What was enqueued on the stream of the last call comes before what is enqueued on this one from here on.
   virtual void enter(Stream stream) = 0;
-  // Whether work goes into a graph now instead of being run.
-  virtual bool captures(Stream stream) = 0;
+  // The graph that work goes into now instead of being run; 0: none.
+  virtual uint64_t graph_of(Stream stream) = 0;
   // To and from memory of the device, behind what is on the stream; the copy is made when they return.
   virtual void write(void* to, const void* from, size_t num_bytes, Stream stream) = 0;
   virtual void read(void* to, const void* from, size_t num_bytes, Stream stream) = 0;
@@ -36,7 +36,7 @@ class HostHaloDevice final : public HaloDevice {
   void wait(const kernels::HaloWaitParams& params, Stream) override { kernels::halo_wait_cpu(params); }
   void take(const kernels::HaloTakeParams& params, Stream) override { kernels::halo_take_cpu(params); }
   void enter(Stream) override {}
-  bool captures(Stream) override { return false; }
+  uint64_t graph_of(Stream) override { return 0; }
   void write(void* to, const void* from, size_t num_bytes, Stream) override {
     if (num_bytes > 0) std::memcpy(to, from, num_bytes);
   }

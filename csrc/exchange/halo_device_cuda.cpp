@@ -20,7 +20,7 @@ void CudaHaloDevice::take(const kernels::HaloTakeParams& params, Stream stream) 
 }
 
 void CudaHaloDevice::enter(Stream stream) {
-  if (entered_ && stream != last_ && captures(stream) == captures(last_)) {
+  if (entered_ && stream != last_ && graph_of(stream) == graph_of(last_)) {
     // A graph is captured apart from what was enqueued before; who captures waits for the device first.
     require_cuda(cudaEventRecord(event_.get(), last_), "order of streams");
     require_cuda(cudaStreamWaitEvent(stream, event_.get(), 0), "order of streams");
@@ -29,10 +29,11 @@ void CudaHaloDevice::enter(Stream stream) {
   entered_ = true;
 }
 
-bool CudaHaloDevice::captures(Stream stream) {
+uint64_t CudaHaloDevice::graph_of(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) cudaGetLastError();
-  return status == cudaStreamCaptureStatusActive;
+  unsigned long long graph = 0;
+  if (cudaStreamGetCaptureInfo(stream, &status, &graph) != cudaSuccess) cudaGetLastError();
+  return status == cudaStreamCaptureStatusActive ? graph : 0;
 }
 
 void CudaHaloDevice::write(void* to, const void* from, size_t num_bytes, Stream stream) {
@@ -53,7 +54,7 @@ void CudaHaloDevice::store(uint64_t* word, uint64_t value) {
   require_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "store");
   try {
     const CurrentDevice current(device_);
-    if (entered_ && !captures(last_)) require_cuda(cudaStreamSynchronize(last_), "store");
+    if (entered_ && graph_of(last_) == 0) require_cuda(cudaStreamSynchronize(last_), "store");
     require_cuda(cudaMemcpy(word, &value, sizeof(value), cudaMemcpyDefault), "store");
   } catch (...) {
     cudaThreadExchangeStreamCaptureMode(&mode);

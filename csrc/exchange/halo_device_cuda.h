@@ -20,7 +20,7 @@ class CudaHaloDevice final : public HaloDevice {
   void wait(const kernels::HaloWaitParams& params, Stream stream) override;
   void take(const kernels::HaloTakeParams& params, Stream stream) override;
   void enter(Stream stream) override;
-  bool captures(Stream stream) override;
+  uint64_t graph_of(Stream stream) override;
   void write(void* to, const void* from, size_t num_bytes, Stream stream) override;
   void read(void* to, const void* from, size_t num_bytes, Stream stream) override;
   void store(uint64_t* word, uint64_t value) override;

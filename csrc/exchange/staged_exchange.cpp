@@ -41,7 +41,7 @@ std::shared_ptr<Exchange> StagedExchange::host() const {
 }
 
 uint64_t StagedExchange::start(std::vector<DeviceSend> sends, std::vector<DeviceReceive> receives, Stream stream) {
-  if (device_->captures(stream)) {
+  if (device_->graph_of(stream) != 0) {
     throw Error(
         "halos that pass the host cannot be captured in a graph: give the group a CUDA backend (nccl), or devices that "
         "see each other's memory");

@@ -96,7 +96,6 @@ struct HaloOutgoing {
 
 struct HaloPushParams {
   HaloContext context{};
-  HaloFrees frees;
   HaloPack pack;
   uint32_t num_channels = 0;
   HaloOutgoing channels[kMostHaloChannels] = {};
@@ -126,7 +125,6 @@ struct HaloPush : NoTeams, HaloPushParams {
     auto* const may_write = static_cast<uint32_t*>(shared);
     if constexpr (kPhase == 0) {
       if (place.thread != 0) return;
-      if (place.block == 0) frees.template release<Atomics>();
       bool may = true;
       for (uint32_t i = 0; i < num_channels; ++i) may = may && is_free(channels[i]);
       *may_write = may;
@@ -162,7 +160,6 @@ struct HaloIncoming {
 
 struct HaloWaitParams {
   HaloContext context{};
-  HaloFrees frees;
   uint32_t count = 0;
   HaloIncoming incoming[kMostHaloMoves] = {};
 };
@@ -182,7 +179,6 @@ struct HaloWait : NoTeams, HaloWaitParams {
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State&, void*) const {
     const auto index = static_cast<uint32_t>(place.thread);
     if constexpr (kPhase == 0) {
-      if (index == 0) frees.template release<Atomics>();
       if (index >= count) return;
       const HaloIncoming& part = incoming[index];
       if (part.taken == nullptr) return;
