@@ -321,10 +321,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::on_device(Inner& backend, c10d::OpType o
   }
   if (!work) return work;  // part of what the inner backend coalesces, or done on the current stream
   work = c10::make_intrusive<DeviceWork>(work, getRank(), op, sequence, [engine = engine_] { check(*engine); });
-  if (!asynchronous && device_->stands_in()) {  // as NCCL does
-    work->wait();
-    return nullptr;
-  }
+  if (!asynchronous && device_->stands_in() && work->wait()) return nullptr;  // as NCCL does
   std::lock_guard<std::mutex> lock(mutex_);
   if (coalescing_ && !inner_coalescing_) coalesced_.push_back(work);
   return work;
