@@ -24,4 +24,14 @@ bool with_known_kernel(const DepthwiseParams& params, const Take& take) {
   return true;
 }
 
+// The same for programs that have tensor cores multiply: 16-bit numbers, unit steps.
+template <typename T, typename Take>
+bool with_band(const DepthwiseParams& params, const Take& take) {
+  if constexpr (sizeof(T) == 2) {
+    return unit_steps(params) && with_known_kernel<1>(params, take);
+  } else {
+    return false;
+  }
+}
+
 }  // namespace torchtp::kernels

@@ -94,9 +94,9 @@ struct DepthwiseLayerNorm {
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int step, State& state, void* shared) const {
-    const auto block = static_cast<uint32_t>(place.block), tiles = static_cast<uint32_t>(grid.tiles());
-    const Region tile = grid.tile(static_cast<int32_t>(block % tiles));
-    const int64_t n = block / tiles;
+    const auto block = static_cast<int32_t>(place.block), group = grid.all.quotient(block);
+    const Region tile = grid.tile(block - group * grid.all.divisor);
+    const int64_t n = group;
     const DepthwiseLayerNormMemory parts = memory();
     float* const window = static_cast<float*>(shared);
     float* const filters = window + parts.window_floats();

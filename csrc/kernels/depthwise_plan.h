@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/depthwise_band.h"
 #include "kernels/depthwise_known.h"
 #include "kernels/depthwise_tile.h"
 #include "kernels/depthwise_wide.h"
@@ -11,6 +12,13 @@ namespace torchtp::kernels {
 template <bool kChannelsLast, typename T, typename Run>
 void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                    const DepthwiseParams& params, const Regions& regions) {
+  const auto band = [&](auto kernel, auto) {
+    if constexpr (sizeof(T) == 2) {
+      using Band = DepthwiseBand<T, decltype(kernel)::value, kChannelsLast>;
+      run.program(Band::make(in, weight, bias, out, params, regions, false, run.most_shared));
+    }
+  };
+  if (with_band<T>(params, band)) return;
   const auto tile = [&](auto kernel, auto stride) {
     using Tile = DepthwiseTile<T, decltype(kernel)::value, decltype(stride)::value, false, kChannelsLast>;
     run.program(Tile::make(in, weight, bias, out, params, regions, false, run.most_shared));
@@ -24,6 +32,14 @@ template <bool kChannelsLast, typename T, typename Run>
 void run_depthwise_input_grad(const Run& run, const HaloPlanes<T>& grad_out, const T* weight, T* grad_in,
                               const DepthwiseParams& params, const Regions& regions) {
   const T* const no_bias = nullptr;
+  const auto band = [&](auto kernel, auto) {
+    if constexpr (sizeof(T) == 2) {
+      using Band = DepthwiseBand<T, decltype(kernel)::value, kChannelsLast>;
+      run.program(Band::make(grad_out, weight, no_bias, grad_in, input_grad_as_forward(params), regions, true,
+                             run.most_shared));
+    }
+  };
+  if (with_band<T>(params, band)) return;
   const auto tile = [&](auto kernel, auto stride) {
     constexpr int kStride = decltype(stride)::value;
     using Tile = DepthwiseTile<T, decltype(kernel)::value, kStride, kStride != 1, kChannelsLast>;

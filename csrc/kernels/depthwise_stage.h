@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "kernels/block_program.h"
+#include "kernels/divider.h"
 #include "kernels/halo_planes.h"
 #include "kernels/vectors.h"
 
@@ -39,7 +40,6 @@ struct Strands {
 // A tile in shared memory: planes of `rows` x `columns`, rows `pitch` apart; or interleaved, [rows][columns][kLanes].
 struct StageShape {
   int32_t planes, rows, columns, pitch;
-  int32_t log_row_threads;  // of the threads that copy a row together
   bool fours;               // loads_four
   Steps steps;
   Strands strands = {};
@@ -52,8 +52,7 @@ inline TORCHTP_HOST_DEVICE int32_t round_to_fours(int32_t value) { return (value
 
 inline StageShape stage_shape(int32_t planes, int32_t rows, int32_t columns, int32_t pitch, bool fours,
                               Steps steps = {}) {
-  const int log = log2_up((columns + 6) / 4);
-  return {planes, rows, columns, pitch, log < 5 ? log : 5, fours, steps};
+  return {planes, rows, columns, pitch, fours, steps};
 }
 
 // In strands of `strand_pitch` floats.
@@ -71,20 +70,42 @@ TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape&
                                       int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
                                       const PlaceOf& place) {
   const bool fours = shape.fours && shape.steps.x == 1;
-  const int32_t shift = fours ? x0 & 3 : 0, start = x0 - shift, row_threads = 1 << shape.log_row_threads;
-  for (int32_t line = thread >> shape.log_row_threads; line < shape.planes * shape.rows;
-       line += kThreads >> shape.log_row_threads) {
-    const int32_t q = line / shape.rows, row = line - q * shape.rows, y = y0 + row * shape.steps.y;
-    const int64_t plane = first_plane + q;
-    const bool there = plane < end_plane;
-    for (int32_t v = 4 * (thread & (row_threads - 1)); v < shift + shape.columns; v += 4 * row_threads) {
-      const int32_t x = start + v * shape.steps.x;
+  const int32_t shift = fours ? x0 & 3 : 0, start = x0 - shift, row_fours = (shift + shape.columns + 3) / 4;
+  // Where there are more fours in a row than threads, each takes several; else several rows are taken at once.
+  const int32_t together = row_fours < kThreads ? kThreads / row_fours : 1;
+  const int32_t first_row = row_fours < kThreads ? thread / row_fours : 0;
+  if (first_row >= together) return;
+  for (int32_t four_number = thread - first_row * row_fours; four_number < row_fours; four_number += kThreads) {
+    const int32_t v = 4 * four_number, x = start + v * shape.steps.x;
+    const bool inside = fours && x >= 0 && x + 4 <= in.width;
+    int32_t row = first_row;
+    for (int32_t q = 0; q < shape.planes;) {
+      if (row >= shape.rows) {
+        row -= shape.rows;
+        ++q;
+        continue;
+      }
+      const int32_t y = y0 + row * shape.steps.y;
+      const int64_t plane = first_plane + q;
       float four[4] = {0, 0, 0, 0};
-      if (fours && there && y >= 0 && y < in.height && x >= 0 && x + 4 <= in.width) {
-        const auto pack = *reinterpret_cast<const Pack<T, 4>*>(in.own + in.template own_index<false>(plane, 0, y, x));
+      if (plane < end_plane && y >= 0 && y < in.height) {
+        const T* const line = in.own + in.template own_index<false>(plane, 0, y, 0);
+        if (inside) {
+          const auto pack = *reinterpret_cast<const Pack<T, 4>*>(line + x);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = static_cast<float>(pack.values[i]);
-      } else if (there) {
+          for (int i = 0; i < 4; ++i) four[i] = static_cast<float>(pack.values[i]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int32_t at = x + i * shape.steps.x;
+            if (at >= 0 && at < in.width) {
+              four[i] = static_cast<float>(line[at]);
+            } else if (in.columns_left + in.columns_right > 0) {
+              four[i] = in.template at<false>(plane, 0, y, at);
+            }
+          }
+        }
+      } else if (plane < end_plane && in.has_halo()) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) four[i] = in.template at<false>(plane, 0, y, x + i * shape.steps.x);
       }
@@ -93,6 +114,7 @@ TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape&
         const int32_t column = v + i - shift;
         if (column >= 0 && column < shape.columns) tile[place(q, row, column)] = four[i];
       }
+      row += together;
     }
   }
 }
@@ -137,21 +159,20 @@ TORCHTP_HOST_DEVICE void stage_interleaved(const HaloPlanes<T>& in, const StageS
                                            int32_t y0, int32_t x0, int thread, float* tile) {
   constexpr int kFours = kLanes / 4;
   const int32_t q = thread % kFours * 4, c = c0 + q;
-  for (int32_t pixel = thread / kFours; pixel < shape.rows * shape.columns; pixel += kThreads / kFours) {
-    const int32_t row = pixel / shape.columns, column = pixel - row * shape.columns;
-    const int32_t y = y0 + row * shape.steps.y, x = x0 + column * shape.steps.x;
+  for (Walk at(thread / kFours, kThreads / kFours, shape.columns); at.row < shape.rows; at.next()) {
     Pack<float, 4> four{};
-    if (shape.fours && c < in.channels && y >= 0 && y < in.height && x >= 0 && x < in.width) {
-      const auto pack = *reinterpret_cast<const Pack<T, 4>*>(in.own + in.template own_index<true>(n, c, y, x));
+    const T* const pixel = in.template pixel<true>(n, y0 + at.row * shape.steps.y, x0 + at.column * shape.steps.x);
+    if (pixel && shape.fours && c < in.channels) {
+      const auto pack = *reinterpret_cast<const Pack<T, 4>*>(pixel + c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) four.values[i] = static_cast<float>(pack.values[i]);
-    } else {
+    } else if (pixel) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (c + i < in.channels) four.values[i] = in.template at<true>(n, c + i, y, x);
+        if (c + i < in.channels) four.values[i] = static_cast<float>(pixel[c + i]);
       }
     }
-    *reinterpret_cast<Pack<float, 4>*>(tile + pixel * kLanes + q) = four;
+    *reinterpret_cast<Pack<float, 4>*>(tile + (at.row * shape.columns + at.column) * kLanes + q) = four;
   }
 }
 
@@ -193,26 +214,37 @@ struct TileGrid {
   int32_t rows_each, columns_each;
   Regions regions;
   Steps steps;
+  // Counted on the host: tiles side by side, those of the first region, all.
+  Divider across_first = {}, across_second = {}, all = {};
+  int32_t tiles_first = 0, tiles_all = 0;
 
   TORCHTP_HOST_DEVICE int32_t rows() const { return rows_each << log_y; }
   TORCHTP_HOST_DEVICE int32_t columns() const { return columns_each << log_x; }
   TORCHTP_HOST_DEVICE int32_t planes() const { return 1 << log_planes; }
-  TORCHTP_HOST_DEVICE int32_t tiles_across(const Region& region) const {
-    return starts(region.width(), steps.x) * covers(region.width(), steps.x, columns());
+  TORCHTP_HOST_DEVICE int32_t tiles() const { return tiles_all; }
+  void count() {
+    const auto across = [&](const Region& region) {
+      return starts(region.width(), steps.x) * covers(region.width(), steps.x, columns());
+    };
+    const auto tiles_of = [&](const Region& region) {
+      return starts(region.height(), steps.y) * covers(region.height(), steps.y, rows()) * across(region);
+    };
+    across_first = Divider(across(regions.first));
+    across_second = Divider(across(regions.second));
+    tiles_first = tiles_of(regions.first);
+    tiles_all = tiles_first + tiles_of(regions.second);
+    all = Divider(tiles_all);
   }
-  TORCHTP_HOST_DEVICE int32_t tiles(const Region& region) const {
-    return starts(region.height(), steps.y) * covers(region.height(), steps.y, rows()) * tiles_across(region);
-  }
-  TORCHTP_HOST_DEVICE int32_t tiles() const { return tiles(regions.first) + tiles(regions.second); }
   // The tile's outputs: y0 and x0 of the tile, y1 and x1 of the region. Neighbouring tiles begin in neighbouring rows
   // and columns, so that they share lines of the cache.
   TORCHTP_HOST_DEVICE Region tile(int32_t index) const {
-    const int32_t in_first = tiles(regions.first);
-    const bool second = index >= in_first;
+    const bool second = index >= tiles_first;
     Region region = second ? regions.second : regions.first;
-    const int32_t across = tiles_across(region), here = second ? index - in_first : index;
-    region.y0 += begin(here / across, starts(region.height(), steps.y), steps.y, rows());
-    region.x0 += begin(here % across, starts(region.width(), steps.x), steps.x, columns());
+    const int32_t here = second ? index - tiles_first : index;
+    const int32_t down = second ? across_second.quotient(here) : across_first.quotient(here);
+    const int32_t along = here - down * (second ? across_second.divisor : across_first.divisor);
+    region.y0 += begin(down, starts(region.height(), steps.y), steps.y, rows());
+    region.x0 += begin(along, starts(region.width(), steps.x), steps.x, columns());
     return region;
   }
 
@@ -244,6 +276,7 @@ inline TileGrid tile_grid(int log_threads, int log_planes, bool spreads, int32_t
     grid.log_planes += grid.log_y - down;
     grid.log_y = down;
   }
+  grid.count();
   return grid;
 }
 
@@ -253,6 +286,7 @@ inline bool shrink(TileGrid& grid, bool planes) {
   for (int* log : logs) {
     if (*log == 0) continue;
     --*log;
+    grid.count();
     return true;
   }
   return false;

@@ -34,6 +34,7 @@ struct DepthwiseTile : NoTeams {
   bool stores_four;  // loads_four of `out`
   TileGrid grid;
   StageShape stage;
+  Divider chunks, channels;  // of channels, as a block has lanes, where they come last
 
   static DepthwiseTile make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                             const DepthwiseParams& params, const Regions& regions, bool mirrored, size_t most_shared) {
@@ -60,15 +61,16 @@ struct DepthwiseTile : NoTeams {
                                   mirrored,
                                   stores,
                                   grid,
-                                  stage_shape(grid.planes(), rows, columns, pitch, loads, steps)};
+                                  stage_shape(grid.planes(), rows, columns, pitch, loads, steps),
+                                  Divider((in.channels + kLanes - 1) / kLanes),
+                                  Divider(in.channels)};
       if (program.shared_bytes() <= most_shared || !shrink(grid, !kChannelsLast)) return program;
     }
   }
 
-  TORCHTP_HOST_DEVICE int32_t chunks() const { return (in.channels + kLanes - 1) / kLanes; }
   TORCHTP_HOST_DEVICE int64_t num_planes() const { return batches * in.channels; }
   int64_t num_blocks() const {
-    const int64_t groups = kChannelsLast ? batches * chunks() : (num_planes() + grid.planes() - 1) >> grid.log_planes;
+    const int64_t groups = kChannelsLast ? batches * chunks.divisor : (num_planes() + grid.planes() - 1) >> grid.log_planes;
     return groups * grid.tiles();
   }
   TORCHTP_HOST_DEVICE int32_t tile_floats() const {
@@ -79,24 +81,22 @@ struct DepthwiseTile : NoTeams {
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State&, void* shared) const {
-    const auto block = static_cast<uint32_t>(place.block), tiles = static_cast<uint32_t>(grid.tiles());
-    const Region tile = grid.tile(static_cast<int32_t>(block % tiles));
+    const auto block = static_cast<int32_t>(place.block), group = grid.all.quotient(block);
+    const Region tile = grid.tile(block - group * grid.all.divisor);
     float* const memory = static_cast<float*>(shared);
     if constexpr (kPhase == 0) {
-      bring(place.thread, block / tiles, tile, memory);
+      bring(place.thread, group, tile, memory);
     } else {
-      convolve(place.thread, block / tiles, tile, memory);
+      convolve(place.thread, group, tile, memory);
     }
   }
 
  private:
   // Channels last: the first channel of the block, and its batch.
-  TORCHTP_HOST_DEVICE int32_t first_channel(uint32_t group) const {
-    return static_cast<int32_t>(group % static_cast<uint32_t>(chunks())) * kLanes;
-  }
-  TORCHTP_HOST_DEVICE int64_t batch(uint32_t group) const { return group / static_cast<uint32_t>(chunks()); }
+  TORCHTP_HOST_DEVICE int32_t first_channel(int32_t group) const { return chunks.rest(group) * kLanes; }
+  TORCHTP_HOST_DEVICE int64_t batch(int32_t group) const { return chunks.quotient(group); }
 
-  TORCHTP_HOST_DEVICE void bring(int thread, uint32_t group, const Region& tile, float* memory) const {
+  TORCHTP_HOST_DEVICE void bring(int thread, int32_t group, const Region& tile, float* memory) const {
     const int32_t y0 = Meeting::first_row(tile.y0, offset_y), x0 = Meeting::first_row(tile.x0, offset_x);
     float* const filters = memory + tile_floats();
     const int64_t first_plane = int64_t{group} << grid.log_planes;
@@ -105,10 +105,11 @@ struct DepthwiseTile : NoTeams {
       const int32_t ky = Meeting::tap(slot / kSlots, tile.y0, offset_y);
       const int32_t kx = Meeting::tap(slot % kSlots, tile.x0, offset_x);
       const int64_t plane = kChannelsLast ? first_channel(group) + q : first_plane + q;
+      const int32_t c = kChannelsLast ? first_channel(group) + q : channels.rest(static_cast<int32_t>(plane));
       bool there = plane < (kChannelsLast ? int64_t{in.channels} : num_planes());
       if (kInputGrad) there = there && ky >= 0 && ky < kKernel && kx >= 0 && kx < kKernel;
       const int32_t tap = mirrored ? kTaps - 1 - (ky * kKernel + kx) : ky * kKernel + kx;
-      filters[i] = there ? static_cast<float>(weight[plane % in.channels * kTaps + tap]) : 0;
+      filters[i] = there ? static_cast<float>(weight[int64_t{c} * kTaps + tap]) : 0;
     }
     if constexpr (kChannelsLast) {
       stage_interleaved<kThreads>(in, stage, batch(group), first_channel(group), y0, x0, thread, memory);
@@ -117,7 +118,7 @@ struct DepthwiseTile : NoTeams {
     }
   }
 
-  TORCHTP_HOST_DEVICE void convolve(int thread, uint32_t group, const Region& tile, const float* memory) const {
+  TORCHTP_HOST_DEVICE void convolve(int thread, int32_t group, const Region& tile, const float* memory) const {
     const int32_t q = kChannelsLast ? thread % kLanes : thread >> (grid.log_x + grid.log_y);
     const int32_t spot = kChannelsLast ? thread / kLanes : thread;
     if (spot >> (grid.log_x + grid.log_y) >= (kChannelsLast ? 1 : grid.planes())) return;
@@ -125,7 +126,7 @@ struct DepthwiseTile : NoTeams {
     const Steps steps = kStride == 1 ? grid.steps : Steps{};
     const int32_t y = tile.y0 + ty * kRows * steps.y, x = tile.x0 + tx * kColumns * steps.x;
     const int64_t plane = kChannelsLast ? batch(group) : (int64_t{group} << grid.log_planes) + q;
-    const int32_t c = kChannelsLast ? first_channel(group) + q : static_cast<int32_t>(plane % in.channels);
+    const int32_t c = kChannelsLast ? first_channel(group) + q : channels.rest(static_cast<int32_t>(plane));
     if (y >= tile.y1 || x >= tile.x1 || (kChannelsLast ? c >= in.channels : plane >= num_planes())) return;
 
     float filter[kFilter];

@@ -1,6 +1,8 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
+
 #include "kernels/depthwise_weight_plan.h"
 #include "kernels/run_on_host.h"
 
@@ -22,10 +24,12 @@ struct RunNothing {
 
 int64_t depthwise_weight_grad_scratch(const HaloExtents& in, const HaloExtents& grad_out, const DepthwiseParams& params,
                                       size_t most_shared) {
-  // The same for all types.
-  const HaloPlanes<float> x{in}, dy{grad_out};
-  const int64_t splits = run_weight_splits(RunNothing{most_shared}, x, dy, nullptr, params);
-  return splits * params.channels * params.y.kernel * params.x.kernel;
+  const auto splits = [&](auto type) {
+    const HaloPlanes<decltype(type)> x{in}, dy{grad_out};
+    return run_weight_splits(RunNothing{most_shared}, x, dy, nullptr, params);
+  };
+  return std::max(splits(float()), splits(c10::Half())) * int64_t{params.channels} * params.y.kernel *
+         params.x.kernel;
 }
 
 template <typename T>

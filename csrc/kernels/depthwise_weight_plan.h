@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/depthwise_known.h"
+#include "kernels/depthwise_weight_band.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "kernels/depthwise_weight_tile.h"
 #include "kernels/depthwise_weight_wide.h"
@@ -20,6 +21,17 @@ auto weight_tile(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* 
   }
   const DepthwiseParams back = input_grad_as_forward(params);
   return Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, steps, true, most_shared);
+}
+
+template <int kKernel, bool kChannelsLast, typename T>
+auto weight_band(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch, const DepthwiseParams& params,
+                 size_t most_shared) {
+  using Band = DepthwiseWeightBand<T, kKernel, kChannelsLast>;
+  if (!grad_out.has_halo()) {
+    return Band::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, false, most_shared);
+  }
+  const DepthwiseParams back = input_grad_as_forward(params);
+  return Band::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, true, most_shared);
 }
 
 // At a stride of 1 the points are the factor without halo, at others the output's gradient.
@@ -43,6 +55,12 @@ int32_t run_weight_splits_in(const Run& run, const HaloPlanes<T>& in, const Halo
     run.program(program);
     splits = program.splits;
   };
+  const auto band = [&](auto kernel, auto) {
+    if constexpr (sizeof(T) == 2) {
+      go(weight_band<decltype(kernel)::value, kChannelsLast>(in, grad_out, scratch, params, run.most_shared));
+    }
+  };
+  if (with_band<T>(params, band)) return splits;
   const auto tile = [&](auto kernel, auto stride) {
     go(weight_tile<decltype(kernel)::value, decltype(stride)::value, kChannelsLast>(in, grad_out, scratch, params,
                                                                                     run.most_shared));

@@ -34,6 +34,8 @@ struct DepthwiseWeightTile : NoTeams {
   bool mirrored, loads_points;
   TileGrid grid;
   StageShape stage;
+  Divider chunks;    // of channels, as a block has planes
+  int32_t each, more;  // units of a split; so many of them have one more
 
   static DepthwiseWeightTile make(const HaloPlanes<T>& points, const HaloPlanes<T>& window, float* partial,
                                   int64_t batches, int32_t offset_y, int32_t offset_x, Steps steps, bool mirrored,
@@ -59,7 +61,11 @@ struct DepthwiseWeightTile : NoTeams {
       program.stage = stage_shape(grid.planes(), Meeting::rows(grid.rows()), Meeting::rows(grid.columns()), pitch,
                                   loads_four(window.own, innermost), steps);
     } while (program.shared_bytes() > most_shared && shrink(grid, !kChannelsLast));
-    program.splits = splits_of(program.units(), program.chunks());
+    program.chunks = Divider((points.channels + grid.planes() - 1) >> grid.log_planes);
+    const auto units = static_cast<int32_t>(batches) * grid.tiles();
+    program.splits = splits_of(units, program.chunks.divisor);
+    program.each = program.splits > 0 ? units / program.splits : 0;
+    program.more = units - program.each * program.splits;
     return program;
   }
 
@@ -68,28 +74,23 @@ struct DepthwiseWeightTile : NoTeams {
     const int64_t most = (units + 3) / 4, enough = (kEnoughBlocks + chunks - 1) / chunks;
     return static_cast<int32_t>(most < enough ? most : enough);
   }
-  TORCHTP_HOST_DEVICE int64_t units() const { return batches * grid.tiles(); }
-  TORCHTP_HOST_DEVICE int32_t chunks() const { return (points.channels + grid.planes() - 1) >> grid.log_planes; }
-  int64_t num_blocks() const { return int64_t{chunks()} * splits; }
+  int64_t num_blocks() const { return int64_t{chunks.divisor} * splits; }
   size_t shared_bytes() const {
     const int32_t tile = kChannelsLast ? stage.interleaved_floats() : stage.planar_floats();
     return sizeof(float) * (tile > kThreads * kTaps ? tile : kThreads * kTaps);
   }
-  TORCHTP_HOST_DEVICE int64_t first_unit(int32_t split) const { return units() * split / splits; }
   TORCHTP_HOST_DEVICE int num_steps(int64_t block) const {
-    const auto split = static_cast<int32_t>(block / chunks());
-    return static_cast<int>(first_unit(split + 1) - first_unit(split));
+    return each + (chunks.quotient(static_cast<int32_t>(block)) < more);
   }
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int step, State& state, void* shared) const {
-    const auto split = static_cast<int32_t>(place.block / chunks());
-    const int32_t first_channel = static_cast<int32_t>(place.block % chunks()) << grid.log_planes;
+    const auto block = static_cast<int32_t>(place.block), split = chunks.quotient(block);
+    const int32_t first_channel = (block - split * chunks.divisor) << grid.log_planes;
     float* const memory = static_cast<float*>(shared);
     if constexpr (kPhase == 0) {
-      const int64_t unit = first_unit(split) + step;
-      const Region tile = grid.tile(static_cast<int32_t>(unit % grid.tiles()));
-      bring(place.thread, unit / grid.tiles(), first_channel, tile, state, memory);
+      const int32_t unit = split * each + (split < more ? split : more) + step, n = grid.all.quotient(unit);
+      bring(place.thread, n, first_channel, grid.tile(unit - n * grid.all.divisor), state, memory);
     } else if constexpr (kPhase == 1) {
       multiply(place.thread, state, memory);
     } else if constexpr (kPhase == 2) {

@@ -45,6 +45,7 @@ struct DepthwiseWeightWide : NoTeams {
     const int32_t first_column = -round_to_fours(points.columns_left);
     const Regions regions{{points.first_row(), points.end_row(), first_column, points.end_column()}, {}};
     program.grid = {0, 0, 0, kTileRows, kTileColumns, regions, steps};
+    program.grid.count();
     program.points = points;
     program.window = window;
     program.partial = partial;

@@ -78,13 +78,13 @@ struct DepthwiseWide : NoTeams {
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State& state, void* shared) const {
-    const auto block = static_cast<uint32_t>(place.block), tiles = static_cast<uint32_t>(grid.tiles());
-    const Region tile = grid.tile(static_cast<int32_t>(block % tiles));
+    const auto block = static_cast<int32_t>(place.block), group = grid.all.quotient(block);
+    const Region tile = grid.tile(block - group * grid.all.divisor);
     float* const memory = static_cast<float*>(shared);
     if constexpr (kPhase == 0) {
-      bring(place.thread, block / tiles, tile, state, memory);
+      bring(place.thread, group, tile, state, memory);
     } else {
-      convolve(place.thread, block / tiles, tile, state, memory);
+      convolve(place.thread, group, tile, state, memory);
     }
   }
 

@@ -15,7 +15,7 @@ struct HaloExtents {
   TORCHTP_HOST_DEVICE int32_t end_row() const { return height + rows_below; }
   TORCHTP_HOST_DEVICE int32_t first_column() const { return -columns_left; }
   TORCHTP_HOST_DEVICE int32_t end_column() const { return width + columns_right; }
-  bool has_halo() const { return rows_above + rows_below + columns_left + columns_right > 0; }
+  TORCHTP_HOST_DEVICE bool has_halo() const { return rows_above + rows_below + columns_left + columns_right > 0; }
 };
 
 // Each piece where it lies: own [N, C, height, width]; halo rows above and below it, as wide as it is; halo columns
@@ -34,6 +34,30 @@ struct HaloPlanes : HaloExtents {
   TORCHTP_HOST_DEVICE int64_t own_index(int64_t plane, int32_t c, int32_t y, int32_t x) const {
     const int64_t pixel = (plane * height + y) * width + x;
     return kChannelsLast ? pixel * channels + c : pixel;
+  }
+
+  // Channels last: where a pixel's channels lie; null beyond all pieces. kHalos: there may be any but own ones.
+  template <bool kHalos>
+  TORCHTP_HOST_DEVICE const T* pixel(int64_t n, int32_t y, int32_t x) const {
+    const T* piece = own;
+    int32_t rows = height, columns = width;
+    if (kHalos && (x < 0 || x >= width)) {
+      rows = rows_above + height + rows_below;
+      y += rows_above;
+      piece = x < 0 ? left : right;
+      columns = x < 0 ? columns_left : columns_right;
+      x += x < 0 ? columns_left : -width;
+    } else if (kHalos && y < 0) {
+      piece = above;
+      rows = rows_above;
+      y += rows_above;
+    } else if (kHalos && y >= height) {
+      piece = below;
+      rows = rows_below;
+      y -= height;
+    }
+    if (y < 0 || y >= rows || x < 0 || x >= columns) return nullptr;
+    return piece + ((n * rows + y) * columns + x) * channels;
   }
 
   template <bool kChannelsLast>

@@ -116,6 +116,10 @@ void every_other_window() {
 }
 
 void half_precision() {
+  for (const Setting& setting : test::bands()) {
+    check<c10::BFloat16>(setting);
+    check<c10::Half>(setting);
+  }
   check<c10::BFloat16>({3, 1, 1, 1, 1, 8, 16, 24, 2, 2});
   check<c10::Half>({7, 1, 3, 1, 1, 4, 24, 32, 1, 2});
 }

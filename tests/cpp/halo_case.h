@@ -187,6 +187,18 @@ inline std::vector<Setting> strides_of_two() {
   return all;
 }
 
+// Unit steps, for the products of matrices that 16-bit numbers take: images and shards of every alignment.
+inline std::vector<Setting> bands() {
+  return {
+      {7, 1, 3, 1, 2, 19, 37, 75, 1, 1},  {7, 1, 3, 1, 1, 3, 70, 140, 2, 2}, {5, 1, 2, 1, 1, 17, 20, 9, 2, 3},
+      {3, 1, 1, 1, 2, 33, 9, 70, 3, 1},   {7, 1, 3, 1, 1, 8, 5, 9, 4, 4},    {7, 1, 0, 1, 1, 2, 19, 9, 1, 1},
+      {7, 1, 6, 1, 2, 5, 17, 32, 1, 1},   {5, 1, 4, 1, 1, 16, 16, 64, 1, 2}, {7, 1, 3, 1, 1, 16, 64, 96, 1, 3},
+      {3, 1, 1, 1, 3, 4, 1, 131, 1, 2},   {7, 1, 3, 1, 1, 40, 33, 3, 2, 1},  {3, 1, 0, 1, 1, 24, 40, 40, 2, 2},
+      {7, 1, 3, 1, 1, 150, 3, 4, 1, 1, kernels::kLeastSharedBytes},
+      {7, 1, 3, 1, 1, 33, 70, 40, 1, 1, kernels::kLeastSharedBytes},
+  };
+}
+
 // Any kernel, stride, dilation and padding in either dim, on few or no rows and columns a rank.
 inline std::vector<Setting> random_settings(int count, unsigned seed) {
   std::mt19937 random(seed);
