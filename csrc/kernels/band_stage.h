@@ -25,38 +25,55 @@ struct BandShape {
 };
 
 // Eight numbers of 16 bit.
-struct Chunk {
+struct alignas(16) Chunk {
   uint32_t words[4];
 };
 
+// By one instruction for certain, whatever the compiler makes of copying the numbers.
+template <typename Words, typename T>
+TORCHTP_HOST_DEVICE Words load_words(const T* from) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(Words) == 16) {
+    const uint4 four = *reinterpret_cast<const uint4*>(from);
+    return {{four.x, four.y, four.z, four.w}};
+  } else {
+    return *reinterpret_cast<const Words*>(from);
+  }
+#else
+  Words words;
+  memcpy(&words, from, sizeof(words));
+  return words;
+#endif
+}
+
+template <typename Words, typename T>
+TORCHTP_HOST_DEVICE void store_words(const Words& words, T* to) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(Words) == 16) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(words.words[0], words.words[1], words.words[2], words.words[3]);
+  } else {
+    *reinterpret_cast<Words*>(to) = words;
+  }
+#else
+  memcpy(to, &words, sizeof(words));
+#endif
+}
+
 template <typename T>
 TORCHTP_HOST_DEVICE Chunk load_chunk(const T* from) {
-  const auto eight = *reinterpret_cast<const Pack<T, 8>*>(from);
-  Chunk chunk;
-  memcpy(&chunk, &eight, sizeof(chunk));
-  return chunk;
+  return load_words<Chunk>(from);
 }
-
 template <typename T>
 TORCHTP_HOST_DEVICE void store_chunk(const Chunk& chunk, T* to) {
-  Pack<T, 8> eight;
-  memcpy(&eight, &chunk, sizeof(chunk));
-  *reinterpret_cast<Pack<T, 8>*>(to) = eight;
+  store_words(chunk, to);
 }
-
-template <typename T>
-TORCHTP_HOST_DEVICE void set_word(T* to, uint32_t word) {
-  Pack<T, 2> two;
-  memcpy(&two, &word, sizeof(word));
-  *reinterpret_cast<Pack<T, 2>*>(to) = two;
-}
-
 template <typename T>
 TORCHTP_HOST_DEVICE uint32_t word_at(const T* from) {
-  const auto two = *reinterpret_cast<const Pack<T, 2>*>(from);
-  uint32_t word;
-  memcpy(&word, &two, sizeof(word));
-  return word;
+  return load_words<uint32_t>(from);
+}
+template <typename T>
+TORCHTP_HOST_DEVICE void set_word(T* to, uint32_t word) {
+  store_words(word, to);
 }
 
 // Number `i` of a chunk; `i` known to the compiler.
@@ -122,7 +139,8 @@ inline TORCHTP_HOST_DEVICE void merge(Chunk& chunk, const Chunk& more, int32_t l
   }
 }
 
-// Channels first: columns [x, x + 8) of row y of a plane; zeros beyond all pieces. kHalos: there may be any but own ones.
+// Channels first: columns [x, x + 8) of row y of a plane; zeros beyond all pieces. kHalos: there may be any but own
+// ones.
 template <bool kHalos, typename T>
 TORCHTP_HOST_DEVICE Chunk chunk_of_row(const HaloPlanes<T>& in, int64_t num_planes, int64_t plane, int32_t y,
                                        int32_t x) {
@@ -149,8 +167,7 @@ TORCHTP_HOST_DEVICE Chunk chunk_of_row(const HaloPlanes<T>& in, int64_t num_plan
   if (y + in.rows_above < 0 || y + in.rows_above >= all_rows) return chunk;
   const int64_t line = plane * all_rows + y + in.rows_above, lines = num_planes * all_rows;
   if (in.columns_left > 0 && x < 0 && x + 8 > -in.columns_left) {
-    merge(chunk,
-          load_across(in.left, in.left + lines * in.columns_left, line * in.columns_left + x + in.columns_left),
+    merge(chunk, load_across(in.left, in.left + lines * in.columns_left, line * in.columns_left + x + in.columns_left),
           -in.columns_left - x, -x);
   }
   if (in.columns_right > 0 && x + 8 > in.width && x < in.width + in.columns_right) {

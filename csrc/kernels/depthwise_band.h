@@ -8,10 +8,11 @@
 
 namespace torchtp::kernels {
 
-// A depthwise convolution of 16-bit numbers with unit steps, as products of matrices that the tensor cores take, sums in
-// float. Eight neighbouring outputs of a row read up to 16 inputs: 16 rows of those, for each row of the filter, times a
-// matrix [16, 8] that holds the row's taps along a band beside its diagonal and zeros elsewhere. What is infinite or not
-// a number among the 16 reaches all eight. `mirrored`: taps in reverse order, as for the gradient of the input.
+// A depthwise convolution of 16-bit numbers with unit steps, as products of matrices that the tensor cores take, sums
+// in float. Eight neighbouring outputs of a row read up to 16 inputs: 16 rows of those, for each row of the filter,
+// times a matrix [16, 8] that holds the row's taps along a band beside its diagonal and zeros elsewhere. What is
+// infinite or not a number among the 16 reaches all eight. `mirrored`: taps in reverse order, as for the gradient of
+// the input.
 template <typename T, int kKernel, bool kChannelsLast>
 struct DepthwiseBand : NoTeams {
   static_assert(sizeof(T) == 2 && kKernel <= 9, "eight outputs of a row have to find their inputs in 16");
@@ -65,7 +66,8 @@ struct DepthwiseBand : NoTeams {
 
   TORCHTP_HOST_DEVICE int64_t num_planes() const { return batches * in.channels; }
   int64_t num_blocks() const {
-    const int64_t groups = kChannelsLast ? batches * chunks.divisor : (num_planes() + grid.planes() - 1) / grid.planes();
+    const int64_t groups =
+        kChannelsLast ? batches * chunks.divisor : (num_planes() + grid.planes() - 1) / grid.planes();
     return groups * grid.num_tiles();
   }
   // A part of fewer than four matrices reads a chunk more than it needs.

@@ -23,10 +23,6 @@ struct DepthwiseLayerNormArgs {
 // memory beside the window of 32 channels.
 bool depthwise_layer_norm_fits(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared);
 
-// Whether it is to be preferred to one kernel after the other: channels first only with whole tiles of 128 positions
-// (docs/cuda.md, a calculation; what a card says of it: benchmarks/gpu/kernel_times.py).
-bool depthwise_layer_norm_pays(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared);
-
 // For params that fit; the device's program.
 template <typename T>
 void depthwise_layer_norm_cpu(const HaloPlanes<T>& in, const DepthwiseLayerNormArgs<T>& args,

@@ -21,11 +21,6 @@ bool depthwise_layer_norm_fits(const DepthwiseParams& params, int64_t element_by
          bytes_of(params, element_bytes, 8, 4) <= most_shared;
 }
 
-bool depthwise_layer_norm_pays(const DepthwiseParams& params, int64_t element_bytes, size_t most_shared) {
-  if (params.channels_last) return depthwise_layer_norm_fits(params, element_bytes, most_shared);
-  return unit_steps(params) && bytes_of(params, element_bytes, 4, 32) <= most_shared;
-}
-
 template <typename T>
 void depthwise_layer_norm_cpu(const HaloPlanes<T>& in, const DepthwiseLayerNormArgs<T>& args,
                               const DepthwiseParams& params, Part part, size_t most_shared) {

@@ -40,7 +40,7 @@ struct Strands {
 // A tile in shared memory: planes of `rows` x `columns`, rows `pitch` apart; or interleaved, [rows][columns][kLanes].
 struct StageShape {
   int32_t planes, rows, columns, pitch;
-  bool fours;               // loads_four
+  bool fours;  // loads_four
   Steps steps;
   Strands strands = {};
 

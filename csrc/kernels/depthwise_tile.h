@@ -70,7 +70,8 @@ struct DepthwiseTile : NoTeams {
 
   TORCHTP_HOST_DEVICE int64_t num_planes() const { return batches * in.channels; }
   int64_t num_blocks() const {
-    const int64_t groups = kChannelsLast ? batches * chunks.divisor : (num_planes() + grid.planes() - 1) >> grid.log_planes;
+    const int64_t groups =
+        kChannelsLast ? batches * chunks.divisor : (num_planes() + grid.planes() - 1) >> grid.log_planes;
     return groups * grid.tiles();
   }
   TORCHTP_HOST_DEVICE int32_t tile_floats() const {

@@ -9,15 +9,17 @@
 namespace torchtp::kernels {
 
 // sums[tap] = sum over points q of points[q] * window[q + tap - offset] for 16-bit numbers and unit steps, by tensor
-// cores, sums in float: for each row of taps 16 columns of the window, transposed, times 8 columns of points, both of 16
-// rows, give the products of all pairs of their columns; those 0 to kKernel - 1 apart are a row of taps. The points are of
-// (input, output's gradient) the one without halo; `mirrored` where that is the input: taps run in reverse order.
+// cores, sums in float: for each row of taps 16 columns of the window, transposed, times 8 columns of points, both of
+// 16 rows, give the products of all pairs of their columns; those 0 to kKernel - 1 apart are a row of taps. The points
+// are of (input, output's gradient) the one without halo; `mirrored` where that is the input: taps run in reverse
+// order.
 template <typename T, int kKernel, bool kChannelsLast>
 struct DepthwiseWeightBand : NoTeams {
   static_assert(sizeof(T) == 2 && kKernel <= 9, "eight points of a row have to find their window in 16 columns");
   static constexpr int kThreads = kChannelsLast ? 256 : 128;
   static constexpr int kBlocksPerSm = kChannelsLast ? 2 : 6;
-  static constexpr int kLogWarps = kChannelsLast ? 3 : 2, kWarps = 1 << kLogWarps, kEach = kChannelsLast ? 2 : 1;  // planes of a warp
+  static constexpr int kLogWarps = kChannelsLast ? 3 : 2, kWarps = 1 << kLogWarps,
+                       kEach = kChannelsLast ? 2 : 1;  // planes of a warp
   static constexpr int kStepPhases = 4, kPhases = 4;
   static constexpr int kTaps = kKernel * kKernel, kSums = 16 * 8 * kKernel;
   struct State {
@@ -50,8 +52,7 @@ struct DepthwiseWeightBand : NoTeams {
     program.mirrored = mirrored;
     program.loads_points = loads_eights(points);
     program.loads_window = loads_eights(window);
-    program.grid =
-        kChannelsLast ? BandGrid::make(0, 4, 1, 0, regions) : BandGrid::make(3, -1, 2, 1, regions);
+    program.grid = kChannelsLast ? BandGrid::make(0, 4, 1, 0, regions) : BandGrid::make(3, -1, 2, 1, regions);
     BandGrid& grid = program.grid;
     if (!kChannelsLast && grid.log_planes > kLogWarps) grid.log_planes = kLogWarps;
     for (;;) {
@@ -123,7 +124,8 @@ struct DepthwiseWeightBand : NoTeams {
     T* const point_tile = tiles + window_numbers();
     const int32_t y0 = at.y0 - offset_y, x0 = at.x0 - offset_x;
     if constexpr (kChannelsLast) {
-      stage_pixels<kThreads, false>(points, loads_points, point_shape, n, first_channel, at.y0, at.x0, thread, point_tile);
+      stage_pixels<kThreads, false>(points, loads_points, point_shape, n, first_channel, at.y0, at.x0, thread,
+                                    point_tile);
       stage_pixels<kThreads>(window, loads_window, window_shape, n, first_channel, y0, x0, thread, tiles);
     } else {
       const int64_t first = n * points.channels + first_channel, end = (n + 1) * points.channels;

@@ -28,8 +28,7 @@ int64_t depthwise_weight_grad_scratch(const HaloExtents& in, const HaloExtents& 
     const HaloPlanes<decltype(type)> x{in}, dy{grad_out};
     return run_weight_splits(RunNothing{most_shared}, x, dy, nullptr, params);
   };
-  return std::max(splits(float()), splits(c10::Half())) * int64_t{params.channels} * params.y.kernel *
-         params.x.kernel;
+  return std::max(splits(float()), splits(c10::Half())) * int64_t{params.channels} * params.y.kernel * params.x.kernel;
 }
 
 template <typename T>

@@ -34,7 +34,7 @@ struct DepthwiseWeightTile : NoTeams {
   bool mirrored, loads_points;
   TileGrid grid;
   StageShape stage;
-  Divider chunks;    // of channels, as a block has planes
+  Divider chunks;      // of channels, as a block has planes
   int32_t each, more;  // units of a split; so many of them have one more
 
   static DepthwiseWeightTile make(const HaloPlanes<T>& points, const HaloPlanes<T>& window, float* partial,

@@ -34,11 +34,7 @@ struct Walk {
   int32_t width, step_rows, step_columns;
 
   TORCHTP_HOST_DEVICE Walk(int32_t first, int32_t step, int32_t width)
-      : row(first / width),
-        column(first % width),
-        width(width),
-        step_rows(step / width),
-        step_columns(step % width) {}
+      : row(first / width), column(first % width), width(width), step_rows(step / width), step_columns(step % width) {}
   TORCHTP_HOST_DEVICE void next() {
     row += step_rows;
     column += step_columns;

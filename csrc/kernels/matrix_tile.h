@@ -10,8 +10,8 @@
 #include "core/host_device.h"
 
 // What a warp does together with matrices of 16-bit numbers in shared memory. Lane l holds, of a 16 x 8 matrix of sums,
-// rows row_of(l) and row_of(l) + 8 of columns column_of(l) and the next one: sums[2 * lower + right]. The device has the
-// tensor cores do it (sm_80 and later); who calls these on the CPU takes the same sums from shared memory itself.
+// rows row_of(l) and row_of(l) + 8 of columns column_of(l) and the next one: sums[2 * lower + right]. The device has
+// the tensor cores do it (sm_80 and later); who calls these on the CPU takes the same sums from shared memory itself.
 namespace torchtp::kernels {
 
 inline TORCHTP_HOST_DEVICE int row_of(int lane) { return lane / 4; }

@@ -71,21 +71,11 @@ kernels::DepthwiseParams numbers_of(const at::Tensor& input, const at::Tensor& w
 
 }  // namespace
 
-bool has_depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  // What convolution gives to other code exchanges halos in another way.
-  return has_depthwise(input, weight, params) && input.size(1) > 0 &&
-         kernels::depthwise_layer_norm_pays(numbers_of(input, weight, params), input.element_size(),
-                                            most_shared_bytes(input));
-}
-
 Four depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
                           const ConvolutionParams& params, const ChannelNorm& norm, bool keep,
                           const std::vector<Cut>& cuts) {
   check(input, weight, bias, params, norm, cuts);
   const at::Tensor x = dense(input);
-  if (has_depthwise_layer_norm(x, weight, params)) {
-    return depthwise_layer_norm_pieces(x, weight, bias, params, norm, keep, cuts);
-  }
   const at::Tensor convolved = convolution(x, weight, bias, params, cuts);
   const auto [out, mean, rstd] = layer_norm_channels_first(convolved, norm.weight, norm.bias, norm.eps);
   return {out, keep ? convolved : not_kept(x), mean, rstd};

@@ -17,17 +17,13 @@ struct ChannelNorm {
 };
 
 // Layer norm over the channels of a convolution with one filter a channel: (out, the convolution's output, mean, rstd),
-// the last three as convolution and layer_norm_channels_first give them. The second one is empty unless `keep`. On a
-// device in one pass where its kernel can, see has_depthwise_layer_norm; else one after the other.
+// the last three as convolution and layer_norm_channels_first give them. The second one is empty unless `keep`. One
+// after the other: on an H200 that is up to ten times as fast as the kernel that does both (docs/cuda.md).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> depthwise_layer_norm(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
     const ConvolutionParams& params, const ChannelNorm& norm, bool keep, const std::vector<Cut>& cuts);
 
-// Whether the kernel of kernels/depthwise_layer_norm.h is the way for a dense input. Ranks may differ, as an empty
-// shard does not tell its layout: both ways exchange the same halos.
-bool has_depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
-
-// By the kernel, halos left where they arrive; what needs none is computed while they are on their way. On the CPU its
+// By that kernel, halos left where they arrive; what needs none is computed while they are on their way. On the CPU its
 // twin runs: for tests of this way, right and not fast.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> depthwise_layer_norm_pieces(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
