@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
@@ -136,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(page.short(part), flush=True)
             write(results, args.out, time.monotonic() - began)
     write(results, args.out, time.monotonic() - began)
+    log.write_text(without_places(log.read_text(errors="replace"), args.out))
     print(f"\n{args.out}/results.md after {time.monotonic() - began:.0f} s\n")
     print(page.targets_text(results))
     return 0 if page.all_well(results) else 1
@@ -163,8 +165,17 @@ def versions(commit: str) -> dict[str, Any]:
 
 def write(results: dict[str, Any], out: Path, seconds: float) -> None:
     results["about"]["seconds"] = round(seconds)
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "results.md").write_text(page.text(results))
+    (out / "results.json").write_text(without_places(json.dumps(results, indent=1), out) + "\n")
+    (out / "results.md").write_text(without_places(page.text(results), out))
+
+
+def without_places(text: str, out: Path) -> str:
+    """A text that says nothing of where on the machine things lie: results are kept, machines are not."""
+    places = {f"{ROOT}/": "", str(out): "DIR", sysconfig.get_path("stdlib"): "PYTHON", sys.prefix: "PYTHON"}
+    places |= {f"{tempfile.gettempdir()}/": "TMP/"}
+    for place, name in places.items():
+        text = text.replace(place, name)
+    return text
 
 
 if __name__ == "__main__":

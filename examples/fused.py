@@ -9,12 +9,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from networks import Block
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchtp.nn as tnn
 
 
 class FusedBlock(Block):
-    """A ConvNeXt block: depthwise 7x7 and LayerNorm over C in one pass; layer scale, DropPath and residual in another."""
+    """A ConvNeXt block: depthwise 7x7 and LayerNorm over C in one op; layer scale, DropPath and residual in another.
+
+    What the GELU makes, a third of what a block would keep for backward, is computed again there; the product behind it
+    is not.
+    """
 
     def __init__(self, num_channels: int, drop_path: float):
         super().__init__(num_channels, drop_path)
@@ -26,10 +31,14 @@ class FusedBlock(Block):
         y = tnn.depthwise_layer_norm(
             x, first.weight, first.bias, norm.weight, norm.bias, padding=3, eps=norm.eps
         ).permute(0, 2, 3, 1)
-        y = self.project(F.gelu(self.expand(y))).permute(0, 3, 1, 2)
+        y = checkpoint(self._activated, self.expand(y), use_reentrant=False, preserve_rng_state=False)
+        y = y.permute(0, 3, 1, 2)
         path = self.drop_path
         keep = path.mask.flatten() if path.mask is not None and path.training and path.probability > 0 else None
         return tnn.layer_scale(x, y, self.scale, keep)
+
+    def _activated(self, y: Tensor) -> Tensor:
+        return self.project(F.gelu(y))
 
 
 def channel_norm(num_channels: int) -> nn.Module:
