@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--out", type=Path, required=True, help="the folder for results.json, results.md and log.txt")
     flags.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, to try the program itself")
     flags.add_argument("--only", nargs="*", choices=[piece.name for piece in PIECES], help="these parts only")
-    flags.add_argument("--commit", default="unknown", help="what the tree is called where git can't tell")
+    flags.add_argument("--commit", help="what the tree is called, where git can't tell or is behind")
     flags.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help=f"for all (default {TOTAL_SECONDS:.0f})")
     args = flags.parse_args(arguments)
     began = time.monotonic()
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if page.all_well(results) else 1
 
 
-def versions(commit: str) -> dict[str, Any]:
+def versions(commit: str | None) -> dict[str, Any]:
     """Of what is measured; read without loading the extension, which a crash could take along."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -158,7 +158,7 @@ def versions(commit: str) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": of("torch"),
         "triton": of("triton"),
-        "commit": described or commit,
+        "commit": commit or described or "unknown",
         "command": "python -m benchmarks.gpu_check",
     }
 

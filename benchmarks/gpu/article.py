@@ -109,6 +109,7 @@ def measure(part: Part, variant: Variant, precision: str, compiled: bool) -> dic
     torch.manual_seed(0)
     with part.device:
         network = _network(variant, depths, dims)
+        torch.manual_seed(1)  # the same images, however often the network was drawn
         images, labels = torch.randn(shape), torch.randint(1000, (shape[0],))
     layout = torch.channels_last if variant.channels_last else torch.contiguous_format
     network, images = network.to(memory_format=layout), images.contiguous(memory_format=layout)
