@@ -287,9 +287,8 @@ def deadline(dry: bool) -> dict[str, Any]:
 
     def pull() -> None:
         torch.ops.torchtp.pull(part, 2, 4 * size, begins, ends, group.group_name)
-        if (
-            device.type == "cuda"
-        ):  # a device's trouble is told by the next exchange, or to who asks after waiting for it
+        # A device's trouble is told by the next exchange, or to who asks after waiting for it.
+        if device.type == "cuda":
             torch.cuda.synchronize()
             _C.check_exchanges(group.group_name)
 

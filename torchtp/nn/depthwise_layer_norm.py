@@ -1,4 +1,4 @@
-"""A depthwise convolution and the LayerNorm behind it in one pass over images, cut or not."""
+"""A depthwise convolution and the LayerNorm behind it in one op on images, cut or not."""
 
 from __future__ import annotations
 
