@@ -28,6 +28,7 @@ import chaos_phases
 import torch
 import torch.distributed as dist
 from chaos_phases import sum_of, tensor_of
+from forked import served_store
 
 import torchtp  # noqa: F401 (registers the backend)
 from torchtp.testing import timeout_scale
@@ -280,23 +281,6 @@ def judge(trial, diary, spoke, latencies):
     return wrong
 
 
-def serve_store():
-    """A store that outlives the ranks, as torchrun's does, in a process of its own; its pid and port."""
-    reading, writing = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        _libc.prctl(1, signal.SIGKILL)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(store.port).encode())
-        os.close(writing)
-        while os.getppid() == parent:
-            signal.pause()
-    os.close(writing)
-    with open(reading) as pipe:
-        return pid, int(pipe.read())
-
-
 def print_latencies(what, values):
     values = sorted(values)
     at = lambda share: values[int(share * (len(values) - 1))]  # noqa: E731
@@ -329,25 +313,23 @@ def pick(rng, number, lengths):
 def main(trials, seed):
     print(f"{trials} trials, seed {seed}", flush=True)
     rng, latencies, failed = random.Random(seed), defaultdict(list), 0
-    server, port = serve_store()
-    looking = store_client(port)
-    lengths = calm_lengths(port)
-    for number in range(trials):
-        trial = pick(rng, number, lengths)
-        diary = Diary(trial.size)
-        wrong = Ranks(trial, port, diary).reap(rng)
-        # Its first word is still in the store, unless the store has gone with rank 0.
-        spoke = not trial.hosted and looking.check([f"{number}/0//cpu//torchtp/1/1/{trial.victim}"])
-        wrong += judge(trial, diary, spoke, latencies)
-        if not wrong:
-            continue
-        failed += 1
-        print(f"{trial}: {'; '.join(wrong)}", flush=True)
-        for rank in range(trial.size):
-            phase, _, _, raised_at, error = diary.read(rank)
-            print(f"  rank {rank} in '{PHASES[phase]}': {error if raised_at else 'raised nothing'}", flush=True)
-    os.kill(server, signal.SIGKILL)
-    os.waitpid(server, 0)
+    with served_store() as (_, port):
+        looking = store_client(port)
+        lengths = calm_lengths(port)
+        for number in range(trials):
+            trial = pick(rng, number, lengths)
+            diary = Diary(trial.size)
+            wrong = Ranks(trial, port, diary).reap(rng)
+            # Its first word is still in the store, unless the store has gone with rank 0.
+            spoke = not trial.hosted and looking.check([f"{number}/0//cpu//torchtp/1/1/{trial.victim}"])
+            wrong += judge(trial, diary, spoke, latencies)
+            if not wrong:
+                continue
+            failed += 1
+            print(f"{trial}: {'; '.join(wrong)}", flush=True)
+            for rank in range(trial.size):
+                phase, _, _, raised_at, error = diary.read(rank)
+                print(f"  rank {rank} in '{PHASES[phase]}': {error if raised_at else 'raised nothing'}", flush=True)
     for phase, values in sorted(latencies.items()):
         print_latencies(PHASES[phase], values)
     if latencies:

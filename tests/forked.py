@@ -1,4 +1,8 @@
-"""Ranks forked from this process: cheap, so that a test can lose one in each of its cases."""
+"""Ranks forked from this process: cheap, so that a test can lose one in each of its cases.
+
+The process that forks has no thread: a lock that another thread holds just then stays held in the child for ever. So the
+store that the ranks meet at, which is served by a thread, has a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,31 @@ import torch.distributed as dist
 from torchtp.testing import timeout_scale
 
 _PR_SET_PDEATHSIG = 1
+
+
+@contextlib.contextmanager
+def served_store():
+    """The pid and the port of a process that serves a store, as torchrun's does, until the block ends."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _end_with_parent()
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writing, str(store.port).encode())
+            os.close(writing)
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        with open(reading) as pipe:
+            port = int(pipe.read())
+        yield pid, port
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def forked(size, body, *args, seconds=60.0):
@@ -59,8 +88,12 @@ def forked(size, body, *args, seconds=60.0):
     return [value for _, value in results]
 
 
-def _be_rank(rank, writing, body, args):
+def _end_with_parent():
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _be_rank(rank, writing, body, args):
+    _end_with_parent()
     try:
         try:
             answer = True, body(rank, *args)

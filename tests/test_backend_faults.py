@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked
+from forked import forked, served_store
 
 from torchtp.testing import run_ranks
 
@@ -86,8 +86,8 @@ def _dies(rank, port, word):
 
 
 def _deaths():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return [forked(3, _dies, server.port, word) for word in range(1, WORDS + 2)]
+    with served_store() as (_, port):
+        return [forked(3, _dies, port, word) for word in range(1, WORDS + 2)]
 
 
 def test_a_rank_that_dies_before_any_of_its_words_is_named():
@@ -118,8 +118,8 @@ def _dies_with_all_but_its_last_answer(rank, port):
 
 
 def _death_over_the_last_answer():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return forked(3, _dies_with_all_but_its_last_answer, server.port)
+    with served_store() as (_, port):
+        return forked(3, _dies_with_all_but_its_last_answer, port)
 
 
 def test_nobody_goes_on_with_a_group_while_a_rank_still_needs_the_store():
@@ -150,8 +150,8 @@ def _asks_a_lost_store(rank, port):
 
 
 def _store_lost_over_the_last_answer():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return forked(3, _asks_a_lost_store, server.port)
+    with served_store() as (_, port):
+        return forked(3, _asks_a_lost_store, port)
 
 
 def test_a_store_that_is_lost_over_the_last_answer_is_not_the_error():
@@ -180,8 +180,8 @@ def _says_and_dies(rank, port, word, victim):
 
 
 def _deaths_after_words(victim):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return [forked(3, _says_and_dies, server.port, word, victim, seconds=20) for word in range(1, WORDS + 1)]
+    with served_store() as (_, port):
+        return [forked(3, _says_and_dies, port, word, victim, seconds=20) for word in range(1, WORDS + 1)]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -201,8 +201,8 @@ def _raises(rank, port, kind, number):
 
 
 def _broken_stores():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return [forked(3, _raises, server.port, *call) for call in (("set", 2), ("get", 5), ("check", 4))]
+    with served_store() as (_, port):
+        return [forked(3, _raises, port, *call) for call in (("set", 2), ("get", 5), ("check", 4))]
 
 
 def test_a_store_that_fails_for_one_rank_is_the_error_of_all():
@@ -211,22 +211,6 @@ def test_a_store_that_fails_for_one_rank_is_the_error_of_all():
         for error in errors:
             assert "the store that the ranks of a process group meet at failed: " in error, errors
             assert "it is broken" in error
-
-
-def _serve(parent):
-    """A store in a process of its own; its pid and port."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writing, str(store.port).encode())
-        os.close(writing)
-        while os.getppid() == parent:
-            signal.sigtimedwait([], 1)
-        os._exit(0)
-    os.close(writing)
-    with open(reading) as pipe:
-        return pid, int(pipe.read())
 
 
 def _waits_for_the_last(rank, port, server, number):
@@ -243,12 +227,8 @@ def _waits_for_the_last(rank, port, server, number):
 def _lost_stores():
     cases = []
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        server, port = _serve(os.getpid())
-        try:
+        with served_store() as (server, port):
             cases.append(forked(3, _waits_for_the_last, port, server, number))
-        finally:
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
     return cases
 
 
@@ -269,8 +249,8 @@ def _without_address_space(rank, port):
 
 
 def _narrow():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return forked(3, _without_address_space, server.port)
+    with served_store() as (_, port):
+        return forked(3, _without_address_space, port)
 
 
 def test_a_rank_without_address_space_is_the_error_of_all():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked
+from forked import forked, served_store
 
 from torchtp.testing import run_ranks
 
@@ -68,8 +68,8 @@ def _make_group(rank, port, cgroup, num_bytes):
 
 
 def _forked(body, *args):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return forked(2, body, server.port, *args)
+    with served_store() as (_, port):
+        return forked(2, body, port, *args)
 
 
 def test_a_group_that_finds_no_memory_is_the_error_of_all(cgroup):
