@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from models import make_layout
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 import torchtp
 from torchtp.lazy import Lazy
@@ -196,6 +197,48 @@ def _outside():
 
 def test_outside_of_forward_a_parameter_is_itself():
     run_ranks(_outside, 2)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = _parameter(4, 1, 1)
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3, padding=1))
+        parametrize.register_parametrization(self.conv, "bias", nn.Tanh())
+        self.linear = nn.Linear(4, 4)
+        parametrize.register_parametrization(self.linear, "weight", Symmetric())
+        parametrize.register_parametrization(self, "gamma", nn.Softplus())
+
+    def forward(self, x):
+        return self.linear(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2) * self.gamma
+
+
+def _parametrizations_are_removed():
+    torch.manual_seed(0)
+    single = Parametrized().double()
+    torch.manual_seed(0)
+    model = torchtp.parallelize(Parametrized().double(), make_layout({"w": 2}), output="full")
+    images = torch.randn(SHAPE).double()
+    for each in (single, model):
+        each(images).square().mean().backward()
+        for module, name in ((each.conv, "weight"), (each.conv, "bias"), (each.linear, "weight"), (each, "gamma")):
+            parametrize.remove_parametrizations(module, name)
+    assert type(model.conv).__name__ == "Conv2d" and isinstance(model.conv, nn.Conv2d)
+    assert torchtp.parallel.is_parallelized(model)
+    assert list(model.state_dict()) == list(single.state_dict())
+    for name, value in single.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), single(images))
+
+
+def test_parametrizations_can_be_removed_again():
+    run_ranks(_parametrizations_are_removed, 2)
 
 
 def _no_communication():

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import wrap
@@ -94,9 +95,28 @@ def prepare(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # what TorchScript runs meets them plain, as rules do
-        names = [*module._parameters, *module._buffers]
+        names = [*module._parameters, *module._buffers, *_parametrized(module)]
         if names and type(module) not in _KEEPS_PLAIN and not issubclass(type(module), _Prepared):
-            module.__class__ = _prepared(cast(Any, type(module)), tuple(names))
+            reclass(module, _prepared, tuple(names))
+
+
+def reclass(module: nn.Module, make: Callable[..., type], *arguments: Any) -> None:
+    """Give the module the class that `make(its own, *arguments)` makes.
+
+    PyTorch's parametrizations put a class with their properties on top of the module's own, and take it off again by its
+    bases and its members: what is made goes beneath it.
+    """
+    own = type(module)
+    names = _parametrized(module)
+    if names and all(name in vars(own) for name in names):
+        module.__class__ = type(own.__name__, (make(own.__bases__[0], *arguments),), dict(vars(own)))
+    else:
+        module.__class__ = make(own, *arguments)
+
+
+def _parametrized(module: nn.Module) -> list[str]:
+    """The names of the parameters that torch.nn.utils.parametrize has taken."""
+    return list(cast(Any, module).parametrizations) if parametrize.is_parametrized(module) else []
 
 
 def settle_buffers(modules: Iterable[nn.Module]) -> None:

@@ -67,7 +67,7 @@ def parallelize(
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
     state.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
     object.__setattr__(module, _STATE, state)
-    module.__class__ = _root(type(module))  # type: ignore[assignment]
+    lazy.reclass(module, _root)
     return module
 
 
