@@ -36,6 +36,7 @@ CASES = {
     "windows_of_tokens": lambda x: (
         F.pad(x, (0, 4, 0, 6)).view(2, 4, 3, 5, 3, 5).permute(0, 2, 4, 3, 5, 1).reshape(18, 25, 4).sin()
     ),
+    "nll_of_lines": lambda x: F.nll_loss(x.flatten(2).log_softmax(1), torch.arange(198).view(2, 99) % 4),
     "flatten": lambda x: x.flatten(1).sin(),
     "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.linspace(-1, 1, 12).double().view(3, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),

@@ -23,6 +23,14 @@ def weights():
     return torch.linspace(0.5, 2.0, 4).double()
 
 
+def volume(x):
+    return torch.stack([x, x.sin()], 2)
+
+
+def voxels():
+    return torch.stack([labels(), labels(5)], 1)
+
+
 REDUCTIONS = {
     "sum": (lambda x: x.sum() * 2, [IMAGE]),
     "sum_hw": (lambda x: x.sum((2, 3)), [IMAGE]),
@@ -70,6 +78,12 @@ LOSSES = {
     "cross_entropy_sum": (lambda x: F.cross_entropy(x, labels(), reduction="sum"), [IMAGE]),
     "cross_entropy_none": (lambda x: F.cross_entropy(x, labels(), reduction="none"), [IMAGE]),
     "cross_entropy_weighted": (lambda x: F.cross_entropy(x, labels(), weights(), ignore_index=1), [IMAGE]),
+    "cross_entropy_of_a_volume": (lambda x: F.cross_entropy(volume(x), voxels(), weights(), ignore_index=1), [IMAGE]),
+    "cross_entropy_of_a_volume_sum": (lambda x: F.cross_entropy(volume(x), voxels(), reduction="sum"), [IMAGE]),
+    "cross_entropy_of_a_volume_smooth": (
+        lambda x: F.cross_entropy(volume(x), voxels(), reduction="none", label_smoothing=0.1).sin(),
+        [IMAGE],
+    ),
     "cross_entropy_smooth": (lambda x: F.cross_entropy(x, labels(), label_smoothing=0.1), [IMAGE]),
     "cross_entropy_soft": (lambda x, y: F.cross_entropy(x, y.detach().softmax(1)), [IMAGE, IMAGE]),
     "kl_div": (lambda x, y: F.kl_div(x.log_softmax(1), y.detach().softmax(1)), [IMAGE, IMAGE]),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from torchtp.dtensor.cut import cut_locally, cut_of, wrap
-from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
 from torchtp.dtensor.reduction import all_reduced
-from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -19,7 +20,6 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     local_of,
-    passthrough,
     plain_shard,
     redistributed,
     spec_of,
@@ -98,7 +98,7 @@ def _logits(op: Op, logits: Any, target: Any, mesh: DeviceMesh) -> tuple[torch.T
         )
     else:
         placements = tuple(p if plain_shard(p) and p.dim != 1 else Replicate() for p in spec_of(lead).placements)
-    for_target = tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) else p for p in placements)
+    for_target = _for_target(placements)
     return _cut(logits, mesh, placements), _cut(target, mesh, for_target), placements
 
 
@@ -108,18 +108,45 @@ def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Te
     return redistributed(local_of(tensor), spec_of(tensor), placements)
 
 
+@composite_rule("nll_loss_nd")
+def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """PyTorch lays volumes out as planes, which would move their rows between ranks: here each voxel's class is picked."""
+    logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
+    fits = target.shape == torch.Size([logits.size(0), *logits.shape[2:]]) if logits.dim() > 4 else False
+    if not fits or not is_spatial(logits) or has_strided_shard(logits):
+        return op.decompose(*args, **kwargs)
+    if not isinstance(target, DTensor):
+        mesh, placements = logits.device_mesh, _for_target(logits.placements)
+        target = wrap(cut_locally(target, mesh, placements), mesh, placements, target.shape)
+    counts = target != ignore_index
+    classes = target.masked_fill(~counts, 0)
+    losses = -logits.gather(1, classes.unsqueeze(1)).squeeze(1).masked_fill(~counts, 0)
+    weights = counts.to(losses.dtype)
+    if weight is not None:
+        weights = weights * F.embedding(classes, weight.unsqueeze(1)).squeeze(-1)
+    losses = losses * weights
+    if reduction == _NONE:
+        return losses
+    return losses.sum() / weights.sum() if reduction == _MEAN else losses.sum()
+
+
+def _for_target(placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """How a target [N, ...] is cut beside logits [N, C, ...], sums done."""
+    return tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) and p.dim != 1 else Replicate() for p in placements)
+
+
 @rule("nll_loss2d_forward")
 def nll_loss2d_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
     if not _taken(logits, target):
-        return passthrough(op, args, kwargs)
+        return unruled(op, args, kwargs)
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
     weight = _whole(weight)
     whole = (Replicate(),) * mesh.ndim
     if reduction == _NONE:
         output, total = op(local, local_target, weight, reduction, ignore_index)
-        for_target = tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) else p for p in placements)
+        for_target = _for_target(placements)
         return wrap(output, mesh, for_target, torch.Size([logits.size(0), *logits.shape[2:]])), wrap(
             total, mesh, whole, total.shape
         )
@@ -141,12 +168,12 @@ def nll_loss2d_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def nll_loss2d_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, logits, target, weight, reduction, ignore_index, total = bound(op, args, kwargs)
     if not _taken(logits, target):
-        return passthrough(op, args, kwargs)
+        return unruled(op, args, kwargs)
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
     weight, total = _whole(weight), _whole(total)
     if reduction == _NONE:
-        for_target = tuple(Shard(p.dim - 1 if p.dim else 0) if plain_shard(p) else p for p in placements)
+        for_target = _for_target(placements)
         grad = _cut(grad, mesh, for_target)
     else:
         grad = _whole(grad)
