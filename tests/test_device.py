@@ -1,7 +1,7 @@
 """What stands between ops and kernels, executed without a GPU.
 
 The ops are built once more for a device whose memory is the CPU's and whose launches run the kernels' programs there, one
-block after the other (tests/device); on it test_cuda.py runs as on a GPU. New tensors of it hold NaN.
+block after the other (tests/device); on it the tests of ops on a GPU run as there. New tensors of it hold NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TORCH = Path(torch.__file__).parent
+FILES = ["tests/test_cuda.py", "tests/test_cuda_gradients.py"]
 
 
 pytestmark = pytest.mark.long  # two minutes of compiling on one core
@@ -36,7 +37,7 @@ def library() -> Path:
 
 @pytest.mark.timeout(1800)
 def test_ops_reach_their_kernels_rightly(library):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120", "tests/test_cuda.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=120", *FILES]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "TORCHTP_TEST_DEVICE": str(library)}, capture_output=True, text=True, timeout=1700
     )  # fmt: skip
@@ -74,6 +75,7 @@ for image in (last, x):
 print(launches(lambda: ops.batch_norm(x, g, b, None, None, True, 0.1, 1e-5, [])[0]))
 print(launches(lambda: ops.group_norm(x, g, b, 2, 1e-5, [])[0]))
 print(launches(lambda: ops.interpolate(x, "linear", [5, 12], [0.0, 0.0], False, *cut)))
+print(launches(lambda: ops.max_pool(x, [3, 3], [2, 2], [1, 1], [1, 1], False, *cut)[0]))
 print(launches(lambda: ops.layer_scale(x, x, g, None)), flush=True)
 os._exit(0)
 """
@@ -86,5 +88,5 @@ def test_each_op_takes_as_many_launches_as_it_says(library):
     assert done.returncode == 0, done.stderr[-3000:]
     found = [tuple(map(int, line.strip("()").split(","))) for line in done.stdout.splitlines()]
     # Depthwise, any window: one; dx, dw in two. Layer norm: one; dx, and the sums. Both of them, one behind the other.
-    # Norms: moments, apply; dots, combine. Layer scale: one; both gradients, in one.
-    assert found == [(1, 3), (1, 3), (1, 3), (1, 3), (1, 2), (2, 5), (2, 5), (2, 2), (2, 2), (1, 1), (1, 1)]
+    # Norms: moments, apply; dots, combine. Max pooling: ATen's (and one more where it is cut); one. Layer scale: one; both gradients, in one.
+    assert found == [(1, 3), (1, 3), (1, 3), (1, 3), (1, 2), (2, 5), (2, 5), (2, 2), (2, 2), (1, 1), (0, 1), (1, 1)]

@@ -81,7 +81,7 @@ def test_what_pytest_prints_is_understood():
         "passed": ["tests/test_cuda.py::test_a[1-x]"],
         "failed": ["tests/test_cuda.py::test_b"],
     }
-    assert tests.files(of_exchanges=False) == ["tests/test_cuda.py"]
+    assert tests.files(of_exchanges=False) == ["tests/test_cuda.py", "tests/test_cuda_gradients.py"]
 
 
 def _figures():

@@ -251,6 +251,21 @@ def interpolation(mode: str, dtype: torch.dtype, layout: Any) -> Run:
     return run
 
 
+def max_pooling(dtype: torch.dtype, layout: Any) -> Run:
+    def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        kernel, stride, dilation = rng.randint(2, 4), rng.randint(1, 4), rng.randint(1, 2)
+        window = [kernel] * 2, [stride] * 2, [rng.randint(0, kernel // 2)] * 2, [dilation] * 2, rng.random() < 0.5
+        sizes = (2, rng.choice([3, 8, 32]), *(rng.randint(dilation * (kernel - 1) + 1, 50) for _ in range(2)))
+        return _with_gradients(
+            lambda t: OPS.max_pool(t, *window, *NO_CUT)[0],
+            lambda t: F.max_pool2d(t, *window),
+            [_draw(rng, sizes, dtype, layout, device)],
+            rng,
+        )
+
+    return run
+
+
 def layer_scale(dtype: torch.dtype, layout: Any) -> Run:
     def run(rng: random.Random, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
         sizes = (3, rng.choice([5, 16, 96]), rng.randint(1, 50), rng.randint(1, 50))
@@ -323,6 +338,7 @@ def cases() -> Iterator[tuple[str, torch.dtype, Run]]:
                 yield f"{kind} norm, {where}", dtype, norm(kind, dtype, layout)
             for mode in ("nearest", "bilinear", "bicubic"):
                 yield f"{mode} interpolation, {where}", dtype, interpolation(mode, dtype, layout)
+            yield f"max pooling, {where}", dtype, max_pooling(dtype, layout)
             yield f"layer scale, {where}", dtype, layer_scale(dtype, layout)
         yield f"halo pack, {type_name}", dtype, halo_pack(dtype)
     pairs = {"fp32 to fp32": (torch.float32,) * 2, "fp32 to bf16": (torch.float32, torch.bfloat16)}

@@ -312,6 +312,13 @@ def _op(timer: Timer, name: str, kind: str, layout_name: str) -> dict[str, Any]:
             1.25,
             1.25,
         ),
+        "max pooling": (
+            lambda x: OPS.max_pool(x, [3, 3], [2, 2], [1, 1], [1, 1], False, [], [], [])[0],
+            lambda x: F.max_pool2d(x, 3, 2, 1),
+            lambda: [image(*shape)],
+            1.25 + 2 / dtype.itemsize,  # indices of 8 bytes, a quarter as many
+            1.25 + 2 / dtype.itemsize,
+        ),
         "layer scale": (
             lambda r, b, g: OPS.layer_scale(r, b, g, None),
             lambda r, b, g: r + b * g.to(dtype)[:, None, None],
@@ -369,8 +376,8 @@ def run(part: Part, options: argparse.Namespace) -> None:
         case(f"halo pack, {name}", halo_pack, name, shape, dim, depth)
     for kind in DTYPES:
         case(f"bucket pack to {kind}", bucket, kind)
-    copying = ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation", "layer scale")
-    for name in (*copying, *WINDOWS):
+    copying = ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation")
+    for name in (*copying, "max pooling", "layer scale", *WINDOWS):
         for layout in LAYOUTS:
             case(f"{name}, bf16 {layout}", _op, name, "bf16", layout)
 

@@ -167,8 +167,8 @@ def _cotangent(full: Tensor, dim: int, begin: int, end: int, rank: int) -> Tenso
     return torch.randn(sizes, generator=torch.Generator().manual_seed(1000 + rank)).to(full.device, full.dtype)
 
 
-class _ResNetStage(nn.Module):
-    """Two bottlenecks, the first with a stride of 2."""
+class _ResNet(nn.Module):
+    """The stem and two bottlenecks, the second with a stride of 2."""
 
     def __init__(self, num_channels: int):
         super().__init__()
@@ -178,13 +178,15 @@ class _ResNetStage(nn.Module):
             convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
             return [convolution, nn.BatchNorm2d(outputs)]
 
-        self.first = nn.Sequential(*unit(c, c, 1), nn.ReLU(), *unit(c, c, 3, 2), nn.ReLU(), *unit(c, wide, 1))
+        self.stem = nn.Sequential(*unit(c, c, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.first = nn.Sequential(*unit(c, c, 1), nn.ReLU(), *unit(c, c, 3), nn.ReLU(), *unit(c, c, 1))
+        self.second = nn.Sequential(*unit(c, c, 1), nn.ReLU(), *unit(c, c, 3, 2), nn.ReLU(), *unit(c, wide, 1))
         self.shortcut = nn.Sequential(*unit(c, wide, 1, 2))
-        self.second = nn.Sequential(*unit(wide, c, 1), nn.ReLU(), *unit(c, c, 3), nn.ReLU(), *unit(c, wide, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.shortcut(x) + self.first(x))
-        return torch.relu(x + self.second(x))
+        x = self.stem(x)
+        x = torch.relu(x + self.first(x))
+        return torch.relu(self.shortcut(x) + self.second(x))
 
 
 def make_network(name: str) -> nn.Module:
@@ -194,7 +196,7 @@ def make_network(name: str) -> nn.Module:
     makers: dict[str, Callable[[], nn.Module]] = {
         "ConvNeXt block": lambda: Block(32, 0.0),
         "ConvNeXt block of torchtp's layers": lambda: FusedBlock(32, 0.0),
-        "ResNet stage": lambda: _ResNetStage(16),
+        "ResNet": lambda: _ResNet(16),
     }
     torch.manual_seed(3)
     network = makers[name]()
@@ -219,9 +221,9 @@ def network(dry: bool, name: str, axes: Sequence[str], kind: str) -> dict[str, A
     plain = make_network(name).to(device, dtype)
     layout = _layout(device, axes)
     cut = torchtp.parallelize(copy.deepcopy(plain), layout)
-    channels = 16 if name == "ResNet stage" else 32
+    channels = 16 if name == "ResNet" else 32
     generator = torch.Generator().manual_seed(4)
-    image = torch.randn(2, channels, 21, 26, generator=generator).to(device, dtype)
+    image = torch.randn(2, channels, 43, 54, generator=generator).to(device, dtype)
     ours, theirs = image.clone().requires_grad_(), image.clone().requires_grad_()
     expected = plain(theirs)
     weight = torch.randn(expected.shape, generator=generator).to(device, dtype)

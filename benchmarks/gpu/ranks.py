@@ -52,7 +52,7 @@ def run(part: Part, options: argparse.Namespace) -> None:
     ):
         add(f"pulls by {exchange}", 2, rank_bodies.pulls, exchange, draws)
     add("collectives", 2, rank_bodies.collectives)
-    networks = ("ConvNeXt block", "ConvNeXt block of torchtp's layers", "ResNet stage")
+    networks = ("ConvNeXt block", "ConvNeXt block of torchtp's layers", "ResNet")
     for name in networks:
         add(f"{name} cut on W, fp32", 2, rank_bodies.network, name, ["w"], "fp32")
     if most > 2:

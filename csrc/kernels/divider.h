@@ -28,6 +28,15 @@ struct Divider {
   TORCHTP_HOST_DEVICE int32_t rest(int32_t value) const { return value - quotient(value) * divisor; }
 };
 
+// The same for numbers of any size, by a division.
+struct LongDivider {
+  int64_t divisor = 1;
+
+  LongDivider() = default;
+  explicit LongDivider(int64_t by) : divisor(by > 1 ? by : 1) {}
+  TORCHTP_HOST_DEVICE int64_t quotient(int64_t value) const { return value / divisor; }
+};
+
 // A walk over a grid of `width` columns in steps of the block's threads, without a division a step.
 struct Walk {
   int32_t row, column;

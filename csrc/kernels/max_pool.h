@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "core/host_device.h"
 
@@ -40,13 +41,29 @@ struct PoolIndex {
   }
 };
 
+// Window o of a dim begins at row o * stride - padding of the frame; what it skips from row to row is PoolIndex's.
+struct PoolWindows {
+  int64_t outputs[3], kernel[3], stride[3], padding[3];
+};
+
 // `batches` times `channels` planes of `outputs` windows over planes of `inputs` elements (the frame). Channels lie
 // innermost or planes do.
 struct MaxPoolParams {
   int64_t batches, channels, outputs, inputs;
   bool channels_last;
   PoolIndex index;
+  PoolWindows windows;
 };
+
+// Calls f with a value of the narrowest type that holds the indices of a plane of those extents.
+template <typename F>
+void with_index_type(const int64_t (&extents)[3], const F& f) {
+  if (static_cast<double>(extents[0]) * extents[1] * extents[2] <= std::numeric_limits<uint32_t>::max()) {
+    f(uint32_t{});
+  } else {
+    f(int64_t{});
+  }
+}
 
 // Work is cut over all planes, batches * channels of them; each call does planes [begin, end).
 // indices[i] = to_global(indices[i]) for i in [begin, end).

@@ -2,7 +2,6 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "kernels/max_pool.h"
 
@@ -30,16 +29,6 @@ void for_each_window(const MaxPoolParams& params, int64_t begin, int64_t end, co
       }
     }
     plane = stop;
-  }
-}
-
-// Calls f with a value of the narrowest type that holds the indices of a plane of those extents.
-template <typename F>
-void with_index_type(const int64_t (&extents)[3], const F& f) {
-  if (static_cast<double>(extents[0]) * extents[1] * extents[2] <= std::numeric_limits<uint32_t>::max()) {
-    f(uint32_t{});
-  } else {
-    f(int64_t{});
   }
 }
 

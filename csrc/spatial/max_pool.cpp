@@ -10,6 +10,11 @@
 #include <limits>
 
 #include "kernels/max_pool.h"
+#include "spatial/device.h"
+
+#ifdef TORCHTP_CUDA
+#include "kernels/max_pool_cuda.h"
+#endif
 
 namespace torchtp::spatial {
 namespace {
@@ -37,13 +42,19 @@ kernels::PoolIndex index_of(const PoolGeometry& geometry) {
 }
 
 kernels::MaxPoolParams params_of(const PoolGeometry& geometry, const at::Tensor& outputs, at::MemoryFormat format) {
-  kernels::MaxPoolParams params{1, 1, 1, 1, format != at::MemoryFormat::Contiguous, index_of(geometry)};
+  kernels::MaxPoolParams params{1, 1, 1, 1, format != at::MemoryFormat::Contiguous, index_of(geometry), {}};
   const int64_t first = geometry.first_spatial();
   params.channels = outputs.size(first - 1);
   if (first > 1) params.batches = outputs.size(0);
+  for (int64_t i = 0; i < 3; ++i) params.windows.outputs[i] = params.windows.kernel[i] = params.windows.stride[i] = 1;
+  const PoolParams local = geometry.local();
   for (int64_t i = 0; i < geometry.num_spatial(); ++i) {
-    params.outputs *= geometry.outputs(i).size();
+    const int64_t at = 3 - geometry.num_spatial() + i;
+    params.outputs *= params.windows.outputs[at] = geometry.outputs(i).size();
     params.inputs *= geometry.frame(i).size();
+    params.windows.kernel[at] = local.kernel[i];
+    params.windows.stride[at] = local.stride[i];
+    params.windows.padding[at] = local.padding[i];
   }
   return params;
 }
@@ -54,9 +65,17 @@ void for_planes(const kernels::MaxPoolParams& params, const F& f) {
   at::parallel_for(0, params.batches * params.channels, grain, f);
 }
 
-void check_cpu(const at::Tensor& tensor) {
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.is_cpu() || tensor.is_meta(),
-                              "max_pool: cut over ranks it runs on the CPU only, got a tensor on ", tensor.device());
+void to_global(const at::Tensor& indices, const kernels::PoolIndex& index) {
+  int64_t* const data = indices.mutable_data_ptr<int64_t>();
+#ifdef TORCHTP_CUDA
+  if (is_on_device(indices)) {
+    const OnDevice device(indices);
+    kernels::launch_max_pool_to_global(data, index, indices.numel(), device.stream());
+    return;
+  }
+#endif
+  at::parallel_for(0, indices.numel(), kPoolGrain,
+                   [&](int64_t begin, int64_t end) { kernels::max_pool_to_global_cpu(data, index, begin, end); });
 }
 
 // at:: has no 1-D pooling with a CPU kernel of its own: [C, W] and [N, C, W] become [.., 1, W].
@@ -92,13 +111,8 @@ std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolP
     indices = indices.squeeze(-2);
   }
   if (!cuts.empty()) {
-    check_cpu(indices);
     indices = indices.contiguous(indices.suggest_memory_format());
-    const auto index = index_of(geometry);
-    at::parallel_for(0, indices.numel(), kPoolGrain,
-                     [&, data = indices.mutable_data_ptr<int64_t>()](int64_t begin, int64_t end) {
-                       kernels::max_pool_to_global_cpu(data, index, begin, end);
-                     });
+    to_global(indices, index_of(geometry));
   }
   return {output, indices};
 }
@@ -106,19 +120,28 @@ std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolP
 at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& indices, at::IntArrayRef input_sizes,
                              const PoolParams& params, const std::vector<Cut>& cuts) {
   const PoolGeometry geometry("max_pool_backward", input_sizes, params, cuts);
-  check_cpu(grad_output);
   const auto format = indices.suggest_memory_format();
   const at::Tensor places = indices.contiguous(format), dy = grad_output.contiguous(format);
   // Sums of 16-bit gradients are rounded once, at the end.
   const at::ScalarType sum_type = at::isReducedFloatingType(dy.scalar_type()) ? at::kFloat : dy.scalar_type();
-  const at::Tensor grad = at::empty(geometry.frame_sizes(), dy.options().dtype(sum_type), format).zero_();
+  const at::Tensor grad = at::empty(geometry.frame_sizes(), dy.options().dtype(sum_type), format);
+  if (grad.is_cpu() || geometry.nothing()) grad.zero_();  // a device's kernel writes every element
   if (!geometry.nothing() && !grad.is_meta()) {
     const auto plan = params_of(geometry, places, format);
     AT_DISPATCH_V2(dy.scalar_type(), "max_pool_backward", AT_WRAP([&] {
                      using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+                     const scalar_t* const from = dy.const_data_ptr<scalar_t>();
+                     const int64_t* const at = places.const_data_ptr<int64_t>();
+                     acc_t* const to = grad.mutable_data_ptr<acc_t>();
+#ifdef TORCHTP_CUDA
+                     if (is_on_device(dy)) {
+                       const OnDevice device(dy);
+                       kernels::launch_max_pool_backward(from, at, to, plan, device.stream());
+                       return;
+                     }
+#endif
                      for_planes(plan, [&](int64_t begin, int64_t end) {
-                       kernels::max_pool_scatter_cpu(dy.const_data_ptr<scalar_t>(), places.const_data_ptr<int64_t>(),
-                                                     grad.mutable_data_ptr<acc_t>(), plan, begin, end);
+                       kernels::max_pool_scatter_cpu(from, at, to, plan, begin, end);
                      });
                    }),
                    AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16);
@@ -129,7 +152,6 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
 at::Tensor max_pool_gather(const at::Tensor& input, const at::Tensor& indices, const PoolParams& params,
                            const std::vector<Cut>& cuts) {
   const PoolGeometry geometry("max_pool_gather", input.sizes(), params, cuts);
-  check_cpu(input);
   const auto format = indices.suggest_memory_format();
   const at::Tensor places = indices.contiguous(format);
   const at::Tensor frame = geometry.pull_frames(input, 0).contiguous(format);
@@ -137,9 +159,18 @@ at::Tensor max_pool_gather(const at::Tensor& input, const at::Tensor& indices, c
   if (geometry.nothing() || out.is_meta()) return out;
   const auto plan = params_of(geometry, places, format);
   AT_DISPATCH_V2(input.scalar_type(), "max_pool_gather", AT_WRAP([&] {
+                   const scalar_t* const from = frame.const_data_ptr<scalar_t>();
+                   const int64_t* const at = places.const_data_ptr<int64_t>();
+                   scalar_t* const to = out.mutable_data_ptr<scalar_t>();
+#ifdef TORCHTP_CUDA
+                   if (is_on_device(frame)) {
+                     const OnDevice device(frame);
+                     kernels::launch_max_pool_gather(from, at, to, plan, device.stream());
+                     return;
+                   }
+#endif
                    for_planes(plan, [&](int64_t begin, int64_t end) {
-                     kernels::max_pool_gather_cpu(frame.const_data_ptr<scalar_t>(), places.const_data_ptr<int64_t>(),
-                                                  out.mutable_data_ptr<scalar_t>(), plan, begin, end);
+                     kernels::max_pool_gather_cpu(from, at, to, plan, begin, end);
                    });
                  }),
                  AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16);

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/max_pool.h"
+
+namespace torchtp::kernels {
+
+// One launch on `stream` each; see max_pool.h. T is float, double, c10::BFloat16 or c10::Half, A float, or double for
+// double.
+void launch_max_pool_to_global(int64_t* indices, const PoolIndex& index, int64_t count, cudaStream_t stream);
+template <typename T>
+void launch_max_pool_gather(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params,
+                            cudaStream_t stream);
+// Writes every element of the frame.
+template <typename T, typename A>
+void launch_max_pool_backward(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
+                              cudaStream_t stream);
+
+}  // namespace torchtp::kernels
