@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "core/host_device.h"
 
@@ -36,6 +37,16 @@ struct LongDivider {
   explicit LongDivider(int64_t by) : divisor(by > 1 ? by : 1) {}
   TORCHTP_HOST_DEVICE int64_t quotient(int64_t value) const { return value / divisor; }
 };
+
+// Calls f with a Divider, or with a LongDivider where numbers reach `most` and that is too much.
+template <typename F>
+void with_division(int64_t most, const F& f) {
+  if (most <= std::numeric_limits<int32_t>::max()) {
+    f(Divider());
+  } else {
+    f(LongDivider());
+  }
+}
 
 // A walk over a grid of `width` columns in steps of the block's threads, without a division a step.
 struct Walk {

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/interpolate_axis.h"
+#include "kernels/interpolate_planes.h"
 
 namespace torchtp::kernels {
 

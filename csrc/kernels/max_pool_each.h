@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "core/host_device.h"
 #include "kernels/divider.h"
@@ -123,16 +122,8 @@ struct MaxPoolBackward {
   }
 };
 
-// Calls f with a Divider, or a LongDivider for tensors whose elements it cannot count.
-template <typename F>
-void with_division(const MaxPoolParams& params, const F& f) {
-  const int64_t planes = params.batches * params.channels;
-  const auto most = static_cast<double>(planes) * static_cast<double>(std::max(params.inputs, params.outputs));
-  if (most <= std::numeric_limits<int32_t>::max()) {
-    f(Divider());
-  } else {
-    f(LongDivider());
-  }
+inline int64_t most_elements(const MaxPoolParams& params) {
+  return params.batches * params.channels * std::max(params.inputs, params.outputs);
 }
 
 // See run_on_host.h for Run.
@@ -143,7 +134,7 @@ void run_max_pool_to_global(const Run& run, int64_t* indices, const PoolIndex& i
 
 template <typename T, typename Run>
 void run_max_pool_gather(const Run& run, const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params) {
-  with_division(params, [&](auto division) {
+  with_division(most_elements(params), [&](auto division) {
     with_index_type(params.index.global, [&](auto zero) {
       run.each(MaxPoolGather<T, decltype(division), decltype(zero)>{frame, indices, out, params});
     });
@@ -153,7 +144,7 @@ void run_max_pool_gather(const Run& run, const T* frame, const int64_t* indices,
 template <typename T, typename A, typename Run>
 void run_max_pool_backward(const Run& run, const T* grad_output, const int64_t* indices, A* grad_frame,
                            const MaxPoolParams& params) {
-  with_division(params, [&](auto division) {
+  with_division(most_elements(params), [&](auto division) {
     run.each(MaxPoolBackward<T, A, decltype(division)>{grad_output, indices, grad_frame, params});
   });
 }

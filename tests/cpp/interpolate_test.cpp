@@ -6,7 +6,7 @@
 #include "check.h"
 #include "close.h"
 #include "core/interval.h"
-#include "kernels/interpolate_axis.h"
+#include "kernels/interpolate_planes.h"
 #include "kernels/run_on_host.h"
 
 using namespace torchtp;
@@ -63,9 +63,9 @@ ResampleAxis axis_of(const Mode& mode, int64_t in, int64_t out, int64_t ranks, i
   axis.set_step(mode.scale);
   int32_t first = axis.in_extent, last = -1;
   for (int32_t o = axis.out_begin; o < axis.out_begin + axis.out_size; ++o)
-    for (int k = 0; k < axis.taps(); ++k) {
-      first = std::min(first, axis.tap(o, k).place);
-      last = std::max(last, axis.tap(o, k).place);
+    for (int k = 0; k < axis.num_taps(); ++k) {
+      first = std::min(first, axis.place(axis.taps_of(o), k));
+      last = std::max(last, axis.place(axis.taps_of(o), k));
     }
   axis.in_begin = last < 0 ? 0 : first;
   axis.in_size = last < 0 ? 0 : last + 1 - first;
@@ -74,7 +74,7 @@ ResampleAxis axis_of(const Mode& mode, int64_t in, int64_t out, int64_t ranks, i
 
 template <typename T>
 void check(const Mode& mode, int64_t in_y, int64_t in_x, int64_t out_y, int64_t out_x, int64_t inner, int64_t ranks) {
-  const int64_t outer = 2;
+  const int64_t outer = inner == 1 ? 11 : 6;  // more planes than an item takes, and not a multiple
   const auto down = matrix(mode, in_y, out_y), across = matrix(mode, in_x, out_x);
   const std::string name = "mode " + std::to_string(static_cast<int>(mode.mode)) + " " + std::to_string(in_y) + " x " +
                            std::to_string(in_x) + " to " + std::to_string(out_y) + " x " + std::to_string(out_x);
@@ -102,6 +102,13 @@ void check(const Mode& mode, int64_t in_y, int64_t in_x, int64_t out_y, int64_t 
     const kernels::ResampleParams params{outer, inner, y, x};
     kernels::run_interpolate(kernels::RunOnHost(), f_in.data(), found.data(), params);
     kernels::run_interpolate_adjoint(kernels::RunOnHost(), f_out.data(), back.data(), params);
+    std::vector<T> of_many(out.size(), nan),
+        back_of_many(in.size(), nan);  // as where elements are too many for Divider
+    kernels::RunOnHost().each(kernels::Interpolate<T, 1, kernels::LongDivider>(f_in.data(), of_many.data(), params));
+    kernels::RunOnHost().each(
+        kernels::InterpolateAdjoint<T, 1, kernels::LongDivider>(f_out.data(), back_of_many.data(), params));
+    CHECK(of_many == found);
+    CHECK(back_of_many == back);
     test::check_close(found, expected, 3 * test::tolerance<T>(), name);
     test::check_close(back, adjoint, 3 * test::tolerance<T>(), name + ", adjoint");
   }

@@ -106,6 +106,9 @@ void check(const Case& drawn, const std::string& name) {
   std::vector<float> scattered(frame.size()), by_each(frame.size(), std::numeric_limits<float>::quiet_NaN());
   kernels::max_pool_scatter_cpu(t_dy.data(), indices.data(), scattered.data(), p, 0, planes);
   kernels::run_max_pool_backward(host, t_dy.data(), indices.data(), by_each.data(), p);
+  std::vector<float> of_many(frame.size());  // as where elements are too many for Divider
+  host.each(kernels::MaxPoolBackward<T, float, kernels::LongDivider>{t_dy.data(), indices.data(), of_many.data(), p});
+  CHECK(of_many == by_each);
   test::check_close(scattered, gradient, 1e-5, name + ", gradient");
   test::check_close(by_each, gradient, 1e-5, name + ", gradient of each");
 
