@@ -16,9 +16,10 @@ namespace torchtp::kernels {
 // (Chan's rule). One of the counts must not be zero.
 template <typename A>
 TORCHTP_HOST_DEVICE void norm_merge(A count, A other_count, A other_mean, A other_m2, A& mean, A& m2) {
-  const A delta = other_mean - mean, total = count + other_count;
-  mean += delta * other_count / total;
-  m2 += other_m2 + delta * delta * count * other_count / total;
+  // One division, which is the same for all channels that are merged at once.
+  const A delta = other_mean - mean, share = other_count / (count + other_count);
+  mean += delta * share;
+  m2 += other_m2 + delta * delta * (count * share);
 }
 template <typename A>
 TORCHTP_HOST_DEVICE A norm_apply(A x, A center, A scale, A shift) {

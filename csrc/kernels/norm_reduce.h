@@ -35,13 +35,13 @@ struct NormPartial {
     }
     count += other.count;
   }
-  // Of the first `valid` of kValues numbers of channel k.
+  // Of the first `valid` of kValues numbers of channel k; `share` is one over their number.
   template <int kValues>
-  TORCHTP_HOST_DEVICE void set_moments(int k, const float (&values)[kValues], int valid) {
+  TORCHTP_HOST_DEVICE void set_moments(int k, const float (&values)[kValues], int valid, float share) {
     float sum = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) sum += i < valid ? values[i] : 0;
-    const float mean = valid > 0 ? sum / static_cast<float>(valid) : 0;
+    const float mean = sum * share;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const float off = i < valid ? values[i] - mean : 0;
@@ -62,6 +62,8 @@ struct NormPartial {
     }
   }
 };
+
+inline TORCHTP_HOST_DEVICE float share_of(int count) { return count > 0 ? 1.0f / static_cast<float>(count) : 0.0f; }
 
 template <typename T>
 struct NormReduceParams {
@@ -141,18 +143,18 @@ struct NormReducePlanes {
         const int64_t v = first + int64_t{b} * team;
         if (v >= end) continue;
         const int64_t at = (plane * vectors + v) * kVector;
-        const auto in = *reinterpret_cast<const Pack<T, kVector>*>(params.x + at);
+        const auto in = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.x + at));
 #pragma unroll
         for (int k = 0; k < kVector; ++k) values[b * kVector + k] = static_cast<float>(in.values[k]);
         if constexpr (kDots) {
-          const auto grad = *reinterpret_cast<const Pack<T, kVector>*>(params.dy + at);
+          const auto grad = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.dy + at));
 #pragma unroll
           for (int k = 0; k < kVector; ++k) grads[b * kVector + k] = static_cast<float>(grad.values[k]);
           if (params.scaled) {
             Pack<T, kVector> scaled;
 #pragma unroll
             for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grads[b * kVector + k] * scale);
-            *reinterpret_cast<Pack<T, kVector>*>(params.scaled + at) = scaled;
+            store_pack(reinterpret_cast<Pack<T, kVector>*>(params.scaled + at), scaled);
           }
         }
         valid += kVector;
@@ -162,7 +164,7 @@ struct NormReducePlanes {
       if constexpr (kDots) {
         here.set_dots(0, grads, values, center, valid);
       } else {
-        here.set_moments(0, values, valid);
+        here.set_moments(0, values, valid, share_of(valid));
       }
       all.add(here);
     }
@@ -245,30 +247,31 @@ struct NormReduceRows {
         const int64_t row = first + b * groups;
         if (row >= end) continue;
         const int64_t at = (n * params.shape.inner + row) * params.shape.channels + c;
-        const auto in = *reinterpret_cast<const Pack<T, kVector>*>(params.x + at);
+        const auto in = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.x + at));
 #pragma unroll
         for (int k = 0; k < kVector; ++k) values[k][b] = static_cast<float>(in.values[k]);
         if constexpr (kDots) {
-          const auto grad = *reinterpret_cast<const Pack<T, kVector>*>(params.dy + at);
+          const auto grad = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.dy + at));
 #pragma unroll
           for (int k = 0; k < kVector; ++k) grads[k][b] = static_cast<float>(grad.values[k]);
           if (params.scaled) {
             Pack<T, kVector> scaled;
 #pragma unroll
             for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grads[k][b] * scale[k]);
-            *reinterpret_cast<Pack<T, kVector>*>(params.scaled + at) = scaled;
+            store_pack(reinterpret_cast<Pack<T, kVector>*>(params.scaled + at), scaled);
           }
         }
         ++valid;
       }
       Partial here;
       here.count = static_cast<float>(valid);
+      const float share = share_of(valid);
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         if constexpr (kDots) {
           here.set_dots(k, grads[k], values[k], center[k], valid);
         } else {
-          here.set_moments(k, values[k], valid);
+          here.set_moments(k, values[k], valid, share);
         }
       }
       all.add(here);
