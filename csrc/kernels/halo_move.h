@@ -3,9 +3,11 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <string>
 
 #include "core/error.h"
+#include "kernels/divider.h"
 #include "kernels/halo_slab.h"
 #include "kernels/vectors.h"
 
@@ -75,8 +77,9 @@ struct HaloMove {
     int64_t tensor, payload;
   };
   TORCHTP_HOST_DEVICE Spot spot(uint32_t index) const {
-    const uint32_t block = outer.quotient(index), in_block = index - block * outer.divisor;
-    const uint32_t row = run.quotient(in_block), column = in_block - row * run.divisor;
+    const auto at = static_cast<int32_t>(index);  // below kMostSlabUnits
+    const int32_t block = outer.quotient(at), in_block = at - block * outer.divisor;
+    const int32_t row = run.quotient(in_block), column = in_block - row * run.divisor;
     return {(block * outer_stride + row * row_stride + column) * unit, (block * payload_stride + in_block) * unit};
   }
 
@@ -96,8 +99,8 @@ struct HaloMove {
     move.unit = static_cast<uint32_t>(unit);
     move.first = static_cast<uint32_t>(first / unit);
     move.count = static_cast<uint32_t>((end - first) / unit);
-    move.run = Divider(static_cast<uint32_t>(std::max<int64_t>(slab.run_bytes / unit, 1)));
-    move.outer = Divider(static_cast<uint32_t>(std::max<int64_t>(slab.outer_bytes() / unit, 1)));
+    move.run = Divider(slab.run_bytes / unit);
+    move.outer = Divider(slab.outer_bytes() / unit);
     move.row_stride = slab.row_stride / unit;
     move.outer_stride = slab.outer_stride / unit;
     move.payload_stride = slab.payload_stride / unit;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -19,25 +18,6 @@ struct HaloSlab {
 
   int64_t outer_bytes() const { return rows * run_bytes; }
   int64_t num_bytes() const { return outer * outer_bytes(); }
-};
-
-// Division by a number known when a kernel is launched, of dividends below 2^31.
-struct Divider {
-  uint32_t divisor = 1, multiplier = 1, shift = 0;
-
-  Divider() = default;
-  explicit Divider(uint32_t by) : divisor(by) {
-    while ((uint64_t{1} << shift) < by) ++shift;
-    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - by) << 32) / by + 1);
-  }
-  TORCHTP_HOST_DEVICE uint32_t quotient(uint32_t dividend) const {
-#ifdef __CUDA_ARCH__
-    const uint32_t high = __umulhi(dividend, multiplier);
-#else
-    const auto high = static_cast<uint32_t>((uint64_t{dividend} * multiplier) >> 32);
-#endif
-    return (high + dividend) >> shift;
-  }
 };
 
 constexpr int64_t kMostSlabUnits = (int64_t{1} << 31) - (int64_t{1} << 20);
