@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchtp  # noqa: F401
+from benchmarks.gpu.move_times import bucket, copies, halo_pack
 from benchmarks.gpu.part import Part, main
 from benchmarks.gpu.timing import Timer
 from torchtp import _C
@@ -120,7 +121,7 @@ def layer_norm(timer: Timer, stage: int, kind: str) -> dict[str, Any]:
     c, numel = shape[1], torch.Size(shape).numel()
     row: dict[str, Any] = {"kind": "layer norm", "stage": stage + 1, "dtype": kind, "shape": list(shape)}
     row |= {"bytes": {"forward": 2 * numel * dtype.itemsize, "backward": 3 * numel * dtype.itemsize}}
-    row["ours"], row["theirs"] = {}, {}
+    row["ours"], row["theirs"], row["copy"] = {}, {}, copies(timer, row["bytes"])
 
     def fused(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.layer_norm(x.permute(0, 2, 3, 1), (c,), w, b, 1e-6).permute(0, 3, 1, 2)
@@ -186,77 +187,6 @@ def depthwise_layer_norm(timer: Timer, stage: int, kind: str, layout: str) -> di
         ),
         "one_launch": launched,
         "theirs": _both(timer, theirs, make, num_bytes),
-    }
-
-
-def halo_pack(timer: Timer, name: str, shape: tuple[int, ...], dim: int, depth: int) -> dict[str, Any]:
-    """Both sides of a dim into one buffer, and back."""
-    device = timer.device
-    extent = shape[dim]
-    starts, depths = (0, extent - depth), (depth, depth)
-    x = torch.randn(shape, device=device).bfloat16()
-    packed = torch.empty(2 * depth * x.numel() // extent, device=device, dtype=x.dtype)
-    num_bytes = packed.numel() * packed.element_size()
-    sets = timer.sets(lambda: (x.clone(), packed.clone()), 2 * num_bytes)
-
-    def all_of(run: Callable[[Tensor, Tensor], Any]) -> float:
-        return timer.seconds([lambda s=s: run(*s) for s in sets])  # type: ignore[misc]
-
-    def narrowed(x: Tensor, packed: Tensor) -> None:
-        halves = packed.view(2, -1)
-        for side, start in enumerate(starts):
-            slab = x.narrow(dim, start, depth)
-            halves[side].view(slab.shape).copy_(slab)
-
-    return {
-        "kind": "halo pack",
-        "what": name,
-        "bytes": num_bytes,
-        "moved": 2 * num_bytes,
-        "ours": {
-            "pack": all_of(lambda x, packed: KERNELS.halo_pack(x, packed, dim, starts, depths)),
-            "unpack": all_of(lambda x, packed: KERNELS.halo_unpack(packed, x, dim, starts, depths)),
-        },
-        "theirs": {"narrow and copy": all_of(narrowed)},
-    }
-
-
-def bucket(timer: Timer, flat_kind: str) -> dict[str, Any]:
-    """Gradients of ConvNeXt-XL's blocks of stage 3, as many as a bucket of 25 MiB and one of 200 MiB hold."""
-    device, flat_type = timer.device, DTYPES[flat_kind]
-    c = 8 if timer.dry else 1024
-    block = [c * 49, c, c, c, 4 * c * c, 4 * c, 4 * c * c, c, c]
-    counts = block * (1 if timer.dry else 6)
-    numel = sum(counts)
-    moved = numel * (4 + flat_type.itemsize)
-
-    def make() -> tuple[list[Tensor], Tensor, list[Tensor]]:
-        tensors = [torch.randn(count, device=device) for count in counts]
-        flat = torch.empty(numel, device=device, dtype=flat_type)
-        return tensors, flat, list(flat.split(counts))
-
-    sets = timer.sets(make, moved)
-
-    def taken(run: Callable[[tuple[list[Tensor], Tensor, list[Tensor]]], Any]) -> float:
-        return timer.seconds([lambda s=s: run(s) for s in sets])  # type: ignore[misc]
-
-    return {
-        "kind": "bucket pack",
-        "what": f"{len(counts)} fp32 tensors to {flat_kind}",
-        "moved": moved,
-        "ours": {
-            "pack": taken(lambda s: KERNELS.bucket_pack(s[0], s[1], 0.5)),
-            "unpack": taken(lambda s: KERNELS.bucket_unpack(s[1], s[0], 0.5)),
-        },
-        "theirs": {
-            "pack": taken(lambda s: torch._foreach_copy_(s[2], s[0])),
-            "unpack": taken(lambda s: torch._foreach_copy_(s[0], s[2])),
-        },
-        "clip": {
-            "ours": taken(lambda s: KERNELS.bucket_clip(s[1], 1.0)),
-            "theirs": taken(lambda s: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(s[2])))),
-            "bytes": numel * flat_type.itemsize,
-        },
     }
 
 
@@ -338,10 +268,12 @@ def _op(timer: Timer, name: str, kind: str, layout_name: str) -> dict[str, Any]:
         )
     ours, theirs, make, forward, backward = pairs[name]
     num_bytes = 3 * numel * dtype.itemsize
+    least = {"forward": forward * numel * dtype.itemsize, "backward": backward * numel * dtype.itemsize}
     return {
         "kind": "op",
         "what": f"{name}, {kind} {layout_name}",
-        "bytes": {"forward": forward * numel * dtype.itemsize, "backward": backward * numel * dtype.itemsize},
+        "bytes": least,
+        "copy": copies(timer, least),
         "ours": _both(timer, ours, make, num_bytes),
         "theirs": _both(timer, theirs, make, num_bytes),
     }

@@ -147,13 +147,17 @@ def _both_passes(label: str, row: Row, ours: Row, theirs: Row, note: str, speed:
     return [
         [
             f"{label}, {name}", _us(ours[name]), f"{_us(theirs[name])}{note}", f"{theirs[name] / ours[name]:.2f}",
-            f"{row['bytes'][name] / ours[name] / speed:.0%}" if speed else "",
+            f"{row['bytes'][name] / ours[name] / speed:.0%}" if speed else "", _of_a_copy(row, name, ours[name]),
         ]
         for name in ("forward", "backward")
     ]  # fmt: skip
 
 
-_HEADINGS = ["", "us", "PyTorch, us", "times as fast", "of copying"]
+_HEADINGS = ["", "us", "PyTorch, us", "times as fast", "of copying", "of a copy as large"]
+
+
+def _of_a_copy(row: Row, name: str, taken: float) -> str:
+    return f"{row['copy'][name] / taken:.0%}" if name in row.get("copy", {}) else ""
 
 
 def _layer_norm(rows: list[Row]) -> str:
@@ -211,7 +215,7 @@ def _moving(rows: list[Row]) -> str:
             theirs = row["theirs"].get(name, min(row["theirs"].values()))
             share = f"{row['moved'] / taken / speed:.0%}" if speed else ""
             lines.append([f"{row['kind']}, {row['what']}, {row['moved'] / 2**20:.2f} MiB moved, {name}", _us(taken),
-                          _us(theirs), f"{theirs / taken:.2f}", share])  # fmt: skip
+                          _us(theirs), f"{theirs / taken:.2f}", share, _of_a_copy(row, name, taken)])  # fmt: skip
     return table(_HEADINGS, lines) if lines else ""
 
 
