@@ -13,6 +13,7 @@ CASES = {
     "same": (lambda x, w, b: F.conv2d(x, w, b, padding=1), (2, 3, 9, 11), (4, 3, 3, 3)),
     "stem": (lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=3), (2, 3, 13, 10), (4, 3, 7, 7)),
     "valid": (lambda x, w, b: F.conv2d(x, w, b), (1, 3, 9, 7), (4, 3, 3, 3)),
+    "valid_by_name": (lambda x, w, b: F.conv2d(x, w, b, padding="valid"), (1, 3, 9, 7), (4, 3, 3, 3)),
     "dilated": (lambda x, w, b: F.conv2d(x, w, b, padding=2, dilation=2), (2, 3, 7, 9), (4, 3, 3, 3)),
     "grouped": (lambda x, w, b: F.conv2d(x, w, b, padding=1, groups=2), (2, 4, 6, 7), (6, 2, 3, 3)),
     "depthwise": (lambda x, w, b: F.conv2d(x, w, b, padding=3, groups=4), (2, 4, 6, 9), (4, 1, 7, 7)),

@@ -15,6 +15,7 @@ from torchtp.dtensor.cut import (
     wrap,
 )
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.pooling import each
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import hand_out_alike
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
@@ -64,11 +65,21 @@ def _output_shape(
     return torch.Size(shape)
 
 
+def _for_each_dim(num_dims: int, params: list[Any]) -> list[Any]:
+    """Stride, padding, dilation and output padding with a number for each dim; padding="valid" comes as one zero for all."""
+    stride, padding, dilation, transposed, output_padding, groups = params
+    stride, padding, dilation, output_padding = (
+        each(values, num_dims) for values in (stride, padding, dilation, output_padding)
+    )
+    return [stride, padding, dilation, transposed, output_padding, groups]
+
+
 @rule("convolution")
 def convolution(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias, *params = bound(op, args, kwargs)
     if not _takes(input, weight):
         return _left(op, args, kwargs)
+    params = _for_each_dim(input.dim() - 2, params)
     hand_out_alike(op, weight, bias)
     local, mesh, placements = arrange(op, input, _not_channels)
     weight = _whole(op, weight)
@@ -88,6 +99,7 @@ def convolution_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     grad_output, input, weight, bias_sizes, *params, mask = bound(op, args, kwargs)
     if not _takes(input, weight):
         return _left(op, args, kwargs)
+    params = _for_each_dim(input.dim() - 2, params)
     local, mesh, placements = arrange(op, input, _not_channels)
     full_weight = _whole(op, weight)
     grad_output = local_as(grad_output, mesh, placements)
