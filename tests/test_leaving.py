@@ -178,3 +178,46 @@ def printed():
 
 def test_one_rank_prints_a_loss():
     assert run_ranks(printed, 2) == ["0.5000 0.5000", None]
+
+
+class Distances(nn.Module):
+    """Weights from outside of PyTorch, as of a distance transform, and thresholds of Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = self.enter(x)
+        import numpy as np  # which PyTorch does without
+
+        values = x.detach()
+        weights = np.cumsum(values.numpy(), 3) + np.asarray(values).mean() + values.mean((2, 3)).numpy()[0, 1]
+        return x * torch.from_numpy(weights) + values.tolist()[0][1][2][6] + values.amax((2, 3)).tolist()[1][2]
+
+
+def left_to_numpy(axes):
+    layout = make_layout(axes)
+    torch.manual_seed(0)
+    single = Distances().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    image = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).double()
+    wanted = single(image)
+    with pytest.warns(torchtp.GatherWarning, match=r"numpy\(\) has no rule for a cut tensor in Distances"):
+        output = model(image)
+    torch.testing.assert_close(output.full_tensor(), wanted)
+    for loss in (wanted.square().mean(), output.square().mean().full_tensor()):
+        loss.backward()
+    torch.testing.assert_close(model.enter.weight.grad, single.enter.weight.grad)
+    for ask in (lambda tensor: tensor.numpy(), lambda tensor: tensor.tolist()):
+        with pytest.raises(RuntimeError, match=r"call full_tensor\(\) first, on every rank"):
+            ask(output.detach())
+    assert output.detach().mean().tolist() == output.mean().item()
+    with pytest.raises(RuntimeError, match=r"call detach\(\)\.numpy\(\)"):
+        output.numpy()
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+def test_values_leave_to_numpy_whole(axes):
+    pytest.importorskip("numpy")
+    run_ranks(left_to_numpy, 2 if len(axes) == 1 else 4, axes, fresh=True)

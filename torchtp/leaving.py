@@ -1,4 +1,4 @@
-"""What a parallelized forward that calls DTensor's own `full_tensor()` or `to_local()` means for gradients.
+"""What a parallelized forward that takes values out of a DTensor gets, and what its `full_tensor()` and `to_local()` mean for gradients.
 
 PyTorch takes the gradient that comes back to a plain tensor for that of the whole on every rank. Among plain tensors the
 mean rule holds instead: a rank's gradient is its contribution, and the gradient is the mean over the ranks.
@@ -12,9 +12,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtp import lazy
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.notice import running_module
 from torchtp.dtensor.spatial import is_marked
 from torchtp.dtensor.whole import Whole
@@ -45,6 +47,24 @@ def _say_part(tensor: DTensor) -> None:
     )
 
 
+def _values(tensor: DTensor, method: str) -> torch.Tensor:
+    """What is turned into something else than a tensor: the whole, which every rank gets inside a forward, with notice.
+
+    Elsewhere a single rank may ask, to plot an image, and would wait for the others.
+    """
+    if not is_marked(tensor.device_mesh):
+        return tensor
+    if any(not isinstance(placement, Replicate) for placement in tensor.placements):
+        if not lazy.is_running():
+            raise RuntimeError(
+                f"{method} takes a whole tensor, but this one of shape {tuple(tensor.shape)} is placed "
+                f"{tensor.placements}: call full_tensor() first, on every rank of its mesh, or parallelize with "
+                'output="full"'
+            )
+        notice.gathering(method, tensor.shape, tensor.dtype)
+    return full_of(tensor)
+
+
 def install() -> None:
     """Have DTensor's methods heed the mean rule while a parallelized forward runs; elsewhere they are as before."""
     full_tensor, to_local = DTensor.full_tensor, DTensor.to_local
@@ -70,6 +90,16 @@ def install() -> None:
             return format(self.item(), spec)
         return torch.Tensor.__format__(self, spec)
 
+    def numpy(self: DTensor, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() does not take a tensor that requires grad: call detach().numpy()")
+        return torch.Tensor.numpy(_values(self, "numpy()"), force=force)
+
+    def tolist(self: DTensor) -> Any:
+        return torch.Tensor.tolist(_values(self, "tolist()"))
+
+    DTensor.numpy = numpy  # type: ignore[method-assign, assignment]
+    DTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     DTensor.__format__ = printable  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = exact_full_tensor  # type: ignore[method-assign]
     DTensor.to_local = audible_to_local  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ _strict = 0
 _said: set[tuple[str, str]] = set()
 _listening = threading.local()
 
-Listener = Callable[[Op, torch.Size, torch.dtype], None]
+Listener = Callable[[Op | str, torch.Size, torch.dtype], None]
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def told_to(listener: Listener) -> Iterator[None]:
         _listening.listener = before
 
 
-def gathering(op: Op, shape: torch.Size, dtype: torch.dtype) -> None:
+def gathering(op: Op | str, shape: torch.Size, dtype: torch.dtype) -> None:
     """Say that a tensor of global `shape` is about to be gathered for `op`; raises GatherError inside `strict()`."""
     listener: Listener | None = getattr(_listening, "listener", None)
     if listener is not None:
