@@ -61,6 +61,19 @@ def test_ops_without_a_rule_are_exact(name):
     run_ranks(run_case, 3, name, W3, {})
 
 
+def run_where():
+    warnings.simplefilter("ignore", torchtp.GatherWarning)
+    x, mine = cut_image()
+    with torch.inference_mode():  # which does not take it apart
+        places = torch.where(mine.detach() > 0.5)
+    for place, wanted in zip(places, torch.where(x > 0.5), strict=True):
+        torch.testing.assert_close(place.full_tensor(), wanted)
+
+
+def test_places_of_a_condition_are_those_of_the_whole():
+    run_ranks(run_where, 2)
+
+
 def run_notices():
     _, mine = cut_image()
     with warnings.catch_warnings(record=True) as caught:

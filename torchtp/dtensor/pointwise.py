@@ -30,14 +30,14 @@ from torchtp.dtensor.whole import hand_in
 
 _FUNCTIONAL = words(
     """
-    add sub rsub mul div pow maximum minimum fmax fmin atan2 where masked_fill eq ne lt le gt ge logical_and
+    add sub rsub mul div pow maximum minimum fmax fmin atan2 masked_fill eq ne lt le gt ge logical_and
     logical_or logical_xor bitwise_and bitwise_or bitwise_xor clamp clamp_min clamp_max lerp addcmul addcdiv
     remainder fmod floor_divide hypot copysign xlogy threshold threshold_backward hardtanh hardtanh_backward
     hardswish hardswish_backward hardsigmoid hardsigmoid_backward elu_backward gelu_backward leaky_relu_backward
     log_sigmoid_forward log_sigmoid_backward mish_backward sigmoid_backward silu_backward softplus_backward
     tanh_backward logit_backward softshrink softshrink_backward hardshrink hardshrink_backward celu relu6
     _prelu_kernel _prelu_kernel_backward native_dropout_backward isclose rrelu_with_noise_backward polar complex
-    nextafter heaviside logaddexp logaddexp2 ldexp float_power
+    nextafter heaviside logaddexp logaddexp2 ldexp float_power where.self where.ScalarSelf where.ScalarOther where.Scalar
     """
 )
 _IN_PLACE = words(
