@@ -265,6 +265,28 @@ def _without_gradients():
         assert model.state_dict().keys() == single.state_dict().keys()
 
 
+class Patches(nn.Module):
+    """Views of its image, before anything else."""
+
+    def forward(self, x):
+        rows = x.detach().view(2, 3, 2, 2, *x.shape[3:]).transpose(1, 2)
+        rows[:, 0] += 1
+        return rows.flatten(0, 1)
+
+
+def _in_inference_mode():
+    layout = make_layout({"w": 2})
+    image = torch.randn(2, 3, 4, 7)
+    outside = layout.shard(image)
+    with torch.inference_mode():
+        output = torchtp.parallelize(Patches(), layout)(outside)
+        torch.testing.assert_close(output.full_tensor(), Patches()(image))
+
+
+def test_an_image_cut_outside_of_inference_mode_is_viewed_inside():
+    run_ranks(_in_inference_mode, 2)
+
+
 def test_evaluation():
     run_ranks(_without_gradients, 2)
 

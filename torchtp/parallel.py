@@ -21,6 +21,7 @@ from torchtp._compile import leave_eager
 from torchtp.agreement import Described
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
+from torchtp.dtensor.upstream import local_of, make_dtensor, spec_of
 from torchtp.dtensor.whole import Gather, Given
 from torchtp.gradients import GradientReducer, broadcast_parameters
 from torchtp.layout import Layout
@@ -220,8 +221,12 @@ class _State:
         num_dims = self._image_dims(args, kwargs)
 
         def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+            if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if isinstance(leaf, DTensor):
+                # Of one made outside of inference mode PyTorch can't take a view in it.
+                stale = torch.is_inference_mode_enabled() and not leaf.is_inference()
+                return make_dtensor(local_of(leaf), spec_of(leaf)) if stale else leaf
             if leaf.dim() == num_dims:
                 return self.layout.shard(leaf)
             return Given.apply(leaf, self.layout.spatial_mesh) if _records(leaf) else leaf
