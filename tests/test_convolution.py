@@ -76,6 +76,38 @@ def test_convolution_matches_the_whole(size):
     run_ranks(convolutions, size, size, 60)
 
 
+def narrow_parts():
+    """One column of outputs a rank, of 16-bit numbers, where PyTorch's own convolution of such an image is wrong."""
+    import torchtp  # noqa: F401
+
+    torch.manual_seed(0)
+    size = dist.get_world_size()
+    cut = shardings([3])[0]
+    assert cut.cut(torch.empty(1, 1, 1, size))[0] == [3]
+    for kernel, stride, padding in [(3, 2, 1), (2, 2, 0), (3, 3, 1), (2, 3, 0), (5, 4, 2)]:
+        for channels in (3, 4, 16):
+            x = torch.randn(1, channels, 10, stride * size, dtype=torch.bfloat16).requires_grad_()
+            weight = torch.randn(4, channels, kernel, kernel, dtype=torch.bfloat16).requires_grad_()
+            args = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
+            what = (kernel, stride, padding, channels)
+            wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+            y = torch.ops.aten.convolution(*wide, None, *args)
+            assert y.size(3) == size, what
+            dy = torch.randn(y.shape, dtype=torch.bfloat16)
+            part, w = cut.shard(x).detach().clone().requires_grad_(), leaf(weight)
+            out = torch.ops.torchtp.convolution(part, w, None, *args, *cut.cut(x))
+            dx, dw = torch.autograd.grad(out, (part, w), cut.shard(dy).contiguous())
+            theirs = torch.autograd.grad(y, wide, dy.double())
+            close = {"rtol": 0.02, "atol": 0.02 * kernel * channels**0.5}
+            torch.testing.assert_close(out.detach().double(), cut.shard(y.detach()), **close, msg=str(what))
+            torch.testing.assert_close(dx.double(), cut.shard(theirs[0]), **close, msg=str((what, "dx")))
+            torch.testing.assert_close(total(dw.double()), theirs[1], rtol=0.05, atol=0.2, msg=str((what, "dw")))
+
+
+def test_parts_of_one_output_column_in_16_bits():
+    run_ranks(narrow_parts, 3)
+
+
 def stack():
     """Layers on layers, in fp32 and both layouts: what a network does."""
     import torchtp  # noqa: F401

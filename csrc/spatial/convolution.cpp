@@ -18,6 +18,11 @@
 namespace torchtp::spatial {
 namespace {
 
+// NOTE [one output has no stride]
+// Where a part has one output in a dim, its stride there says nothing, and is taken as 1: for 16-bit numbers PyTorch's
+// CPU convolutions (oneDNN; 2.13 and 2.15) read beyond an only output column with a stride, and narrow parts make
+// such columns of images that have more.
+
 // NOTE [one local backward]
 // The gradient of the weight is a sum of products x[i] dy[o]. Each is counted by the rank that owns x[i], so x is kept
 // without halo and only dy is pulled: over the windows that read an own row. One local convolution_backward on (own x,
@@ -57,6 +62,8 @@ at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::o
     const auto wanted = read_by_outputs(cut, window);
     input = pull(input, cut, wanted, wanted[cut.group.rank]);
     params.padding[index] = 0;
+    if (wanted[cut.group.rank].size() == window.reach() + 1)
+      params.stride[index] = 1;  // NOTE [one output has no stride]
     nothing |= is_empty(cut, wanted);
   }
   if (nothing) return no_rows(own, weight, global, cuts);
@@ -156,6 +163,10 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
       const LocalBackward fitted = fit_backward(own, dy_rows, window);
       frame = fitted.frame;
       local.padding[index] = fitted.padding;
+      if (frame.size() == 1) {  // NOTE [one output has no stride]; without it there is room for more, of zeros
+        local.stride[index] = 1;
+        frame.end = frame.begin + own.size() + 2 * fitted.padding - window.reach();
+      }
     }
     Cut output_cut = cut;
     output_cut.extent = extent;
