@@ -22,9 +22,10 @@ _OUTCOME = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", re.M)
 
 
 def files(of_exchanges: bool) -> list[str]:
-    """Tests that need a card: those of exchanges between ranks, which start many processes, or all others."""
-    found = sorted((ROOT / "tests").glob("test_cuda*.py"))
-    return [str(path.relative_to(ROOT)) for path in found if ("exchange" in path.name) == of_exchanges]
+    """Tests that need a card: those of several ranks, which start many processes, or all others."""
+    found = sorted((ROOT / "tests").glob("test_cuda*.py"), key=lambda path: len(path.name))
+    of_ranks = {"test_cuda_backend.py", "test_cuda_exchange.py"}
+    return [str(path.relative_to(ROOT)) for path in found if (path.name in of_ranks) == of_exchanges]
 
 
 def outcomes(log: str) -> dict[str, list[str]]:
