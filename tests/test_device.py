@@ -88,5 +88,57 @@ def test_each_op_takes_as_many_launches_as_it_says(library):
     assert done.returncode == 0, done.stderr[-3000:]
     found = [tuple(map(int, line.strip("()").split(","))) for line in done.stdout.splitlines()]
     # Depthwise, any window: one; dx, dw in two. Layer norm: one; dx, and the sums. Both of them, one behind the other.
-    # Norms: moments, apply; dots, combine. Max pooling: ATen's (and one more where it is cut); one. Layer scale: one; both gradients, in one.
-    assert found == [(1, 3), (1, 3), (1, 3), (1, 3), (1, 2), (2, 5), (2, 5), (2, 2), (2, 2), (1, 1), (0, 1), (1, 1)]
+    # Norms: moments, finish, apply; dots, finish, combine. Max pooling: ATen's (and one more where it is cut); one. Layer scale: one; both
+    # gradients, and gamma's sums.
+    assert found == [(1, 3), (1, 3), (1, 3), (1, 3), (1, 2), (2, 5), (2, 5), (3, 3), (3, 3), (1, 1), (0, 1), (1, 2)]
+
+
+TWICE = """
+import os, sys
+sys.path.insert(0, "tests")
+import pretended, torch, torchtp
+import torch.nn.functional as F
+pretended.load(sys.argv[1])
+ops, group = torch.ops.torchtp, ["twice"]
+
+def pairs(*sizes):
+    here = torch.randn(sizes)
+    return here.to(pretended.DEVICE).requires_grad_(), here.clone().requires_grad_()
+
+def compare(found, expected, rows, inputs):
+    grad = torch.randn(found.shape)
+    found.backward(grad.to(pretended.DEVICE))
+    expected.backward(torch.cat([grad, grad], rows))
+    torch.testing.assert_close(found.cpu(), expected.narrow(rows, 0, found.size(rows)), rtol=1e-4, atol=1e-4)
+    for device, cpu in inputs:  # every gradient of both halves is in the whole's
+        torch.testing.assert_close(2 * device.grad.cpu(), cpu.grad, rtol=1e-4, atol=1e-4)
+
+x, w, b = pairs(2, 6, 5, 4), pairs(6), pairs(6)
+mean, var = torch.randn(6), torch.rand(6)
+running = [mean.to(pretended.DEVICE), var.to(pretended.DEVICE)]
+found = ops.batch_norm(x[0], w[0], b[0], *running, True, 0.3, 1e-5, group)[0]
+compare(found, F.batch_norm(torch.cat([x[1], x[1]]), mean, var, w[1], b[1], True, 0.3), 0, [x, w, b])
+for now, expected in zip(running, [mean, var]):
+    torch.testing.assert_close(now.cpu(), expected)
+x, w, b = pairs(2, 6, 5, 4), pairs(6), pairs(6)
+found = ops.group_norm(x[0], w[0], b[0], 3, 1e-5, group)[0]
+compare(found, F.group_norm(torch.cat([x[1], x[1]], 2), 3, w[1], b[1]), 2, [x, w, b])
+
+# In evaluation there is nothing to exchange.
+x, w, b = pairs(2, 6, 5, 4), pairs(6), pairs(6)
+out = ops.batch_norm(x[0], w[0], b[0], *running, False, 0.3, 1e-5, group)[0]
+expected = F.batch_norm(x[1], mean, var, w[1], b[1], False)
+for result in (out, expected):
+    (result ** 2).sum().backward()
+for device, cpu in [(out, expected), *((one[0].grad, one[1].grad) for one in (x, w, b))]:
+    torch.testing.assert_close(device.cpu(), cpu, rtol=1e-4, atol=1e-4)
+print("right", flush=True)
+os._exit(0)
+"""
+
+
+def test_norms_merge_the_statistics_of_ranks(library):
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(library)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "right\n", done.stderr[-3000:]

@@ -17,15 +17,22 @@ void launch_norm_moments(const T* x, double* mean, double* m2, double* counts, i
                          bool channels_last, int64_t pieces, cudaStream_t stream) {
   const T* const no_dy = nullptr;
   run_norm_reduce<T, false>(RunOnDevice{"norm_moments", stream}, x, no_dy, nullptr, mean, m2, counts, nullptr, nullptr,
-                            batches, shape, channels_last, pieces);
+                            batches, shape, channels_last, pieces, shape.channels);
 }
 
 template <typename T>
 void launch_norm_dots(const T* dy, const T* x, const float* center, double* sum, double* dot, T* scaled,
                       const float* scale, int64_t batches, const NormShape& shape, bool channels_last, int64_t pieces,
-                      cudaStream_t stream) {
+                      int64_t num_centers, cudaStream_t stream) {
   run_norm_reduce<T, true>(RunOnDevice{"norm_dots", stream}, x, dy, center, sum, dot, nullptr, scaled, scale, batches,
-                           shape, channels_last, pieces);
+                           shape, channels_last, pieces, num_centers);
+}
+
+void launch_norm_finish(const NormFinish& finish, cudaStream_t stream) {
+  run_norm_finish(RunOnDevice{"norm_finish", stream}, finish);
+}
+void launch_norm_finish(const NormGradFinish& finish, cudaStream_t stream) {
+  run_norm_finish(RunOnDevice{"norm_grad_finish", stream}, finish);
 }
 
 template <typename T>
@@ -49,7 +56,7 @@ void launch_norm_combine(const T* dy, const T* x, T* dx, const float* center, co
   template void launch_norm_moments(const T*, double*, double*, double*, int64_t, const NormShape&, bool, int64_t,    \
                                     cudaStream_t);                                                                    \
   template void launch_norm_dots(const T*, const T*, const float*, double*, double*, T*, const float*, int64_t,       \
-                                 const NormShape&, bool, int64_t, cudaStream_t);                                      \
+                                 const NormShape&, bool, int64_t, int64_t, cudaStream_t);                             \
   template void launch_norm_affine(const T*, T*, const float*, const float*, const float*, int64_t, const NormShape&, \
                                    bool, cudaStream_t);                                                               \
   template void launch_norm_combine(const T*, const T*, T*, const float*, const float*, const float*, const float*,   \

@@ -145,14 +145,16 @@ int64_t norm_reduce_pieces(const T* x, const T* dy, const NormShape& shape, bool
   return pieces;
 }
 
-// counts may be null; scaled too, which is aligned as new memory is.
+// counts may be null; scaled too, which is aligned as new memory is. num_centers: groups of channels, each with a
+// center.
 template <typename T, bool kDots, typename Run>
 void run_norm_reduce(const Run& run, const T* x, const T* dy, const float* center, double* first, double* second,
                      double* counts, T* scaled, const float* scale, int64_t batches, const NormShape& shape,
-                     bool channels_last, int64_t pieces) {
+                     bool channels_last, int64_t pieces, int64_t num_centers) {
   if (batches * shape.channels * shape.inner == 0) return;
   with_norm_reduce<T, kDots>(x, dy, shape, channels_last, [&](auto kind) {
-    run.program(decltype(kind)::make({x, dy, center, first, second, counts, scaled, scale, batches, shape, pieces}));
+    run.program(decltype(kind)::make(
+        {x, dy, center, first, second, counts, scaled, scale, batches, shape, pieces, num_centers}));
   });
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kernels/block_program.h"
+#include "kernels/divider.h"
 #include "kernels/norm.h"
 #include "kernels/vectors.h"
 
@@ -69,17 +70,24 @@ template <typename T>
 struct NormReduceParams {
   const T* x;
   const T* dy;          // dots only
-  const float* center;  // dots only
+  const float* center;  // dots only: one of each (batch, group of channels), or of each group; null: 0
   double* first;        // [pieces, N, C]: mean or sum
   double* second;       // m2 or dot
   double* counts;       // [pieces]: elements of a plane in each; may be null
   T* scaled;            // dots only, may be null: dy * scale on the way
-  const float* scale;   // as center
+  const float* scale;   // of each (batch, channel), or of each channel
   int64_t batches;
   NormShape shape;
   int64_t pieces;
+  int64_t num_centers;  // groups of channels
+  Divider by_members = Divider(num_centers > 0 ? shape.channels / num_centers : 1);
 
   TORCHTP_HOST_DEVICE int64_t numbers() const { return batches * shape.channels; }
+  TORCHTP_HOST_DEVICE float center_of(int64_t n, int64_t channel) const {
+    if (!center) return 0;
+    const int64_t group = by_members.quotient(static_cast<int32_t>(channel));
+    return center[(shape.batch_stride > 0 ? n * num_centers : 0) + group];
+  }
   TORCHTP_HOST_DEVICE int64_t begin(int64_t piece, int64_t extent) const { return extent * piece / pieces; }
 };
 
@@ -130,10 +138,9 @@ struct NormReducePlanes {
   TORCHTP_HOST_DEVICE Partial sum(int64_t plane, int64_t piece, int thread) const {
     constexpr int kBatch = kReduceHeld / kVector;
     const int64_t vectors = params.shape.inner / kVector, end = params.begin(piece + 1, vectors);
-    const int64_t channel = plane % params.shape.channels;
-    const int64_t factor = plane / params.shape.channels * params.shape.batch_stride + channel;
-    const float center = kDots ? params.center[factor] : 0;
-    const float scale = kDots && params.scaled ? params.scale[factor] : 0;
+    const int64_t n = plane / params.shape.channels, channel = plane - n * params.shape.channels;
+    const float center = kDots ? params.center_of(n, channel) : 0;
+    const float scale = kDots && params.scaled ? params.scale[n * params.shape.batch_stride + channel] : 0;
     Partial all{};
     for (int64_t first = params.begin(piece, vectors) + thread; first < end; first += int64_t{kBatch} * team) {
       float values[kReduceHeld], grads[kReduceHeld];
@@ -234,9 +241,8 @@ struct NormReduceRows {
     float center[kVector], scale[kVector];
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const int64_t factor = n * params.shape.batch_stride + c + k;
-      center[k] = kDots ? params.center[factor] : 0;
-      scale[k] = kDots && params.scaled ? params.scale[factor] : 0;
+      center[k] = kDots ? params.center_of(n, c + k) : 0;
+      scale[k] = kDots && params.scaled ? params.scale[n * params.shape.batch_stride + c + k] : 0;
     }
     Partial all{};
     for (int64_t first = params.begin(piece, params.shape.inner) + group; first < end; first += kBatch * groups) {

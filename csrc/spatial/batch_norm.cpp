@@ -5,6 +5,7 @@
 
 #include "backend/reduce.h"
 #include "spatial/norm.h"
+#include "spatial/norm_cuda.h"
 #include "spatial/slab.h"
 
 namespace torchtp::spatial {
@@ -43,6 +44,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& inpu
                                                           const std::vector<std::string>& groups) {
   check(input, params);
   const at::Tensor x = dense(input);
+#ifdef TORCHTP_CUDA
+  if (has_cuda_kernels(x)) return batch_norm_cuda(x, weight, bias, params, groups);
+#endif
   const auto type = statistics_type(x.scalar_type());
   Statistics stats;
   at::Tensor save_mean, save_invstd;
@@ -82,6 +86,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_backward(
     const std::array<bool, 3>& output_mask, const std::vector<std::string>& groups) {
   check(input, params);
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
+#ifdef TORCHTP_CUDA
+  if (has_cuda_kernels(x)) {
+    return batch_norm_backward_cuda(dy, x, weight, save_mean, save_invstd, params, output_mask, groups);
+  }
+#endif
   const Statistics stats = statistics(save_mean, save_invstd, params);
   const Numbers on_dy = weight ? product(stats.invstd, Numbers(*weight)) : stats.invstd;
   at::Tensor grad_input, grad_weight, grad_bias;

@@ -4,6 +4,7 @@
 
 #include "backend/reduce.h"
 #include "spatial/norm.h"
+#include "spatial/norm_cuda.h"
 #include "spatial/slab.h"
 
 namespace torchtp::spatial {
@@ -29,6 +30,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm(const at::Tensor& inpu
                                                           double eps, const std::vector<std::string>& ranks) {
   check(input, num_groups);
   const at::Tensor x = dense(input);
+#ifdef TORCHTP_CUDA
+  if (has_cuda_kernels(x)) return group_norm_cuda(x, weight, bias, num_groups, eps, ranks);
+#endif
   const int64_t batches = x.size(0), members = x.size(1) / num_groups, count = elements_per_group(x, num_groups);
   const Moments each = moments(x);
   const double inner = static_cast<double>(count) / static_cast<double>(members);
@@ -53,6 +57,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_backward(
     const std::vector<std::string>& ranks) {
   check(input, num_groups);
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
+#ifdef TORCHTP_CUDA
+  if (has_cuda_kernels(x)) return group_norm_backward_cuda(dy, x, weight, mean, rstd, num_groups, output_mask, ranks);
+#endif
   const int64_t batches = x.size(0), channels = x.size(1), members = channels / num_groups;
   const Numbers center = Numbers(mean).repeat_for_members(members), invstd = Numbers(rstd).repeat_for_members(members);
   const auto [sum, dot] = dots(dy, x, center);

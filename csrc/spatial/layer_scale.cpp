@@ -88,23 +88,26 @@ std::tuple<at::Tensor, at::Tensor> layer_scale_backward(const at::Tensor& grad_o
                                                         const std::array<bool, 2>& output_mask) {
   check(branch, gamma, keep);
   const at::Tensor x = dense(branch), dy = grad_output.contiguous(x.suggest_memory_format());
-  at::Tensor grad_branch, grad_gamma, products;
   const bool wants_gamma = output_mask[1] && gamma;
 #ifdef TORCHTP_CUDA
-  if (output_mask[0] && wants_gamma && has_cuda_kernels(x)) {
-    at::Tensor scale = gamma->to(at::kFloat).unsqueeze(0);
-    if (keep) scale = at::mul(scale, keep->to(at::kFloat).unsqueeze(1));
-    std::tie(grad_branch, products) = scaled_and_dots_cuda(dy, x, scale.contiguous());
+  if (wants_gamma && has_cuda_kernels(x)) {
+    at::Tensor scale;
+    if (output_mask[0]) {
+      scale = gamma->to(at::kFloat).unsqueeze(0);
+      if (keep) scale = at::mul(scale, keep->to(at::kFloat).unsqueeze(1));
+      scale = scale.contiguous();
+    }
+    return scaled_and_dots_cuda(dy, x, scale, factors(keep, at::kFloat), gamma->scalar_type());
   }
 #endif
-  if (output_mask[0] && !grad_branch.defined()) grad_branch = apply({}, dy, gamma, keep);
+  at::Tensor grad_branch, grad_gamma;
+  if (output_mask[0]) grad_branch = apply({}, dy, gamma, keep);
   if (wants_gamma) {
     const int64_t batches = x.size(0), channels = x.size(1);
-    if (!products.defined()) {
-      const Numbers zero =
-          x.is_cpu() ? Numbers(1, channels) : Numbers(at::zeros({channels}, x.options().dtype(at::kDouble)));
-      products = std::get<1>(dots(dy, x, zero)).to_tensor(at::kDouble, {batches, channels}).to(branch.device());
-    }
+    const Numbers zero =
+        x.is_cpu() ? Numbers(1, channels) : Numbers(at::zeros({channels}, x.options().dtype(at::kDouble)));
+    at::Tensor products =
+        std::get<1>(dots(dy, x, zero)).to_tensor(at::kDouble, {batches, channels}).to(branch.device());
     if (keep) products = at::mul(products, keep->to(at::kDouble).unsqueeze(1));
     grad_gamma = at::sum(products, {0}).to(gamma->scalar_type());
   }

@@ -8,7 +8,6 @@
 #include "backend/reduce.h"
 #include "core/interval.h"
 #include "kernels/norm.h"
-#include "spatial/norm_cuda.h"
 
 namespace torchtp::spatial {
 namespace {
@@ -77,9 +76,6 @@ Moments merge(const Numbers& counts, const Moments& parts) {
 Moments moments(const at::Tensor& x) {
   const Layout layout(x);
   const int64_t batches = x.size(0), channels = x.size(1);
-#ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return moments_cuda(x);
-#endif
   if (!x.is_cpu()) {
     const at::Tensor wide = x.to(statistics_type(x.scalar_type()));
     const auto inner = static_cast<double>(std::max<int64_t>(1, layout.shape.inner));
@@ -118,9 +114,6 @@ Moments moments(const at::Tensor& x) {
 }
 
 std::tuple<Numbers, Numbers> dots(const at::Tensor& dy, const at::Tensor& x, const Numbers& center) {
-#ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return dots_cuda(dy, x, center);
-#endif
   if (!x.is_cpu()) {
     const at::Tensor wide = dy.to(statistics_type(x.scalar_type()));
     return {Numbers(sum_inner(wide)), Numbers(sum_inner(x.sub(beside(center, x)).mul_(wide)))};
@@ -155,9 +148,6 @@ std::tuple<Numbers, Numbers> dots(const at::Tensor& dy, const at::Tensor& x, con
 }
 
 at::Tensor affine(const at::Tensor& x, const Numbers& center, const Numbers& scale, const Numbers& shift) {
-#ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return affine_cuda(x, center, scale, shift);
-#endif
   if (!x.is_cpu()) {
     return x.sub(beside(center, x)).mul_(beside(scale, x)).add_(beside(shift, x)).to(x.scalar_type());
   }
@@ -179,9 +169,6 @@ at::Tensor affine(const at::Tensor& x, const Numbers& center, const Numbers& sca
 at::Tensor combine(const at::Tensor& dy, const at::Tensor& x, const Numbers& center, const Numbers& on_dy,
                    const Numbers& on_x, const Numbers& shift) {
   const auto type = x.scalar_type();
-#ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return combine_cuda(dy, x, center, on_dy, on_x, shift);
-#endif
   if (!x.is_cpu()) {
     return x.sub(beside(center, x))
         .mul_(beside(on_x, x))

@@ -10,7 +10,8 @@
 #include "spatial/numbers.h"
 
 // The passes that batch norm and group norm share, over x of [N, C, ...] in a dense layout (slab.h's `dense`). Numbers
-// are of each (batch, channel), [N, C], or with one row of each channel.
+// are of each (batch, channel), [N, C], or with one row of each channel. On the CPU, and by ATen for what has no
+// kernels on a device (norm_cuda.h).
 namespace torchtp::spatial {
 
 struct Moments {

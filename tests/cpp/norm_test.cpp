@@ -82,7 +82,7 @@ void check(const Setting& s) {
   int64_t pieces = kernels::norm_reduce_pieces(in.data(), no_dy, s.shape(), s.channels_last);
   std::vector<double> first(pieces * numbers, nan), second(first), counts(pieces, nan);
   kernels::run_norm_reduce<T, false>(run, in.data(), no_dy, nullptr, first.data(), second.data(), counts.data(),
-                                     nullptr, nullptr, s.batches, s.shape(), s.channels_last, pieces);
+                                     nullptr, nullptr, s.batches, s.shape(), s.channels_last, pieces, s.channels);
   test::check_close(merged(first, second, counts, numbers, false), mean, 1e-6, s.name() + ", mean");
   test::check_close(merged(first, second, counts, numbers, true), m2, 1e-5, s.name() + ", m2");
 
@@ -94,7 +94,7 @@ void check(const Setting& s) {
     second = first;
     kernels::run_norm_reduce<T, true>(run, in.data(), grad.data(), f_center.data(), first.data(), second.data(),
                                       nullptr, to, to ? f_on_dy.data() : nullptr, s.batches, s.shape(), s.channels_last,
-                                      pieces);
+                                      pieces, s.channels);
     for (int64_t piece = 1; piece < pieces; ++piece)
       for (int64_t number = 0; number < numbers; ++number) {
         first[number] += first[piece * numbers + number];
