@@ -2,9 +2,10 @@
 
 #include <cstdint>
 
+#include "kernels/band_pixels.h"
+#include "kernels/band_rows.h"
 #include "kernels/block_program.h"
 #include "kernels/divider.h"
-#include "kernels/halo_planes.h"
 
 // How warps share out a tile of planes in matrices of 16 rows x 8 columns.
 namespace torchtp::kernels {
@@ -72,6 +73,22 @@ struct BandGrid {
     across_second = Divider(across(regions.second));
     tiles_first = tiles_of(regions.first);
     tiles = Divider(num_tiles());
+  }
+};
+
+// How many columns before its first tap's a tile begins, so that rows can be read halves of chunks at a time, or pixels
+// two at a time, where that leaves eight outputs within 16 inputs; and whether memory can be read so.
+struct BandLead {
+  int32_t columns;
+  bool loads;
+
+  // Tiles of the output begin in columns that are multiples of 8.
+  template <bool kChannelsLast, typename T>
+  static BandLead make(const HaloPlanes<T>& in, int32_t offset, int kernel) {
+    const int32_t columns = -offset & (kChannelsLast ? 1 : 3);
+    const bool fits = kernel + columns <= 9;
+    const bool loads = kChannelsLast ? loads_eights(in) : fits && brings_halves(in);
+    return {fits && (kChannelsLast || loads) ? columns : 0, loads};
   }
 };
 

@@ -14,7 +14,8 @@
 // A kernel whose threads work together, written so that the CPU can run it too: a program is a struct of plain values
 // with
 //   kThreads       threads of a block, a multiple of 32
-//   kStepPhases    phases that every step runs; kPhases with those that follow once
+//   kStepPhases    phases that every step runs; kPhases with those that follow once; kFirstPhases, if given, are the
+//                  first of all, before any step
 //   State          what a thread keeps in registers from phase to phase, zeroed at the start
 //   num_blocks(), shared_bytes(), num_steps(block)
 //   run<phase>(place, step, state, shared)
@@ -26,14 +27,16 @@
 // is the same on both sides, and every thread of the team has the result from there on.
 //
 // What a program may say beside that, for speed: `kCommutes`, that combine(a, b) is combine(b, a); `kMostTeam`, of
-// threads; `meets(phase)`, which is false where the next phase reads nothing that other threads wrote, so that none
-// waits for them.
+// threads; `meets(phase)`, who has to have ended the phase before the next one: kNobody where that reads nothing that
+// other threads wrote, kWarp where it reads what threads of the same 32 wrote.
 namespace torchtp::kernels {
 
 struct Place {
   int64_t block;
   int thread;
 };
+
+enum class Meeting { kNobody, kWarp, kBlock };
 
 inline TORCHTP_HOST_DEVICE constexpr int log2_up(int64_t value) {
   int log = 0;
@@ -63,12 +66,18 @@ struct MostTeam<Program, std::void_t<decltype(Program::kMostTeam)>> : std::integ
 
 template <typename Program, typename = void>
 struct Meetings {
-  static constexpr bool after(int) { return true; }
+  static constexpr Meeting after(int) { return Meeting::kBlock; }
 };
 template <typename Program>
 struct Meetings<Program, std::void_t<decltype(Program::meets(0))>> {
-  static constexpr bool after(int phase) { return Program::meets(phase); }
+  static constexpr Meeting after(int phase) { return Program::meets(phase); }
 };
+
+template <typename Program, typename = void>
+struct FirstPhases : std::integral_constant<int, 0> {};
+template <typename Program>
+struct FirstPhases<Program, std::void_t<decltype(Program::kFirstPhases)>>
+    : std::integral_constant<int, Program::kFirstPhases> {};
 
 struct NoState {};
 
@@ -145,14 +154,15 @@ void run_on_host(const Program& program, size_t most_shared = kMostSharedBytes) 
     std::vector<Line> shared((program.shared_bytes() + 15) / 16);
     if (!shared.empty()) std::memset(static_cast<void*>(shared.data()), 0xff, shared.size() * sizeof(Line));
     states.assign(Program::kThreads, typename Program::State{});
+    constexpr int kFirst = FirstPhases<Program>::value, kLast = kFirst + Program::kStepPhases;
+    run_phases_on_host<0>(program, block, 0, states, shared.data(), std::make_integer_sequence<int, kFirst>());
     const int steps = program.num_steps(block);
     for (int step = 0; step < steps; ++step) {
-      run_phases_on_host<0>(program, block, step, states, shared.data(),
-                            std::make_integer_sequence<int, Program::kStepPhases>());
+      run_phases_on_host<kFirst>(program, block, step, states, shared.data(),
+                                 std::make_integer_sequence<int, Program::kStepPhases>());
     }
-    run_phases_on_host<Program::kStepPhases>(
-        program, block, 0, states, shared.data(),
-        std::make_integer_sequence<int, Program::kPhases - Program::kStepPhases>());
+    run_phases_on_host<kLast>(program, block, 0, states, shared.data(),
+                              std::make_integer_sequence<int, Program::kPhases - kLast>());
   }
 }
 

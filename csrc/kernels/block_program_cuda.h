@@ -57,8 +57,11 @@ __device__ __forceinline__ void run_phase(const Program& program, const Place& p
                                           typename Program::State& state, void* shared) {
   program.template run<kPhase>(place, step, state, shared);
   if constexpr (Program::reduces(kPhase)) reduce_team(program, state);
-  constexpr bool kLast = kPhase + 1 == Program::kPhases && Program::kPhases != Program::kStepPhases;
-  if constexpr (!kLast && Meetings<Program>::after(kPhase)) __syncthreads();
+  constexpr bool kSteps = Program::kPhases == FirstPhases<Program>::value + Program::kStepPhases;
+  constexpr bool kLast = kPhase + 1 == Program::kPhases && !kSteps;
+  constexpr Meeting kMeeting = Meetings<Program>::after(kPhase);
+  if constexpr (!kLast && kMeeting == Meeting::kBlock) __syncthreads();
+  if constexpr (!kLast && kMeeting == Meeting::kWarp) __syncwarp();
 }
 
 template <int kFirst, typename Program, int... kPhases>
@@ -74,12 +77,13 @@ __global__ void __launch_bounds__(Program::kThreads, Program::kBlocksPerSm)
   extern __shared__ float4 shared[];
   const Place place{static_cast<int64_t>(blockIdx.x), static_cast<int>(threadIdx.x)};
   typename Program::State state{};
+  constexpr int kFirst = FirstPhases<Program>::value, kLast = kFirst + Program::kStepPhases;
+  run_phases<0>(program, place, 0, state, shared, std::make_integer_sequence<int, kFirst>());
   const int steps = program.num_steps(place.block);
   for (int step = 0; step < steps; ++step) {
-    run_phases<0>(program, place, step, state, shared, std::make_integer_sequence<int, Program::kStepPhases>());
+    run_phases<kFirst>(program, place, step, state, shared, std::make_integer_sequence<int, Program::kStepPhases>());
   }
-  run_phases<Program::kStepPhases>(program, place, 0, state, shared,
-                                   std::make_integer_sequence<int, Program::kPhases - Program::kStepPhases>());
+  run_phases<kLast>(program, place, 0, state, shared, std::make_integer_sequence<int, Program::kPhases - kLast>());
 }
 
 inline void require_launched(const char* name, cudaError_t status) {

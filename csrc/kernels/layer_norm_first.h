@@ -45,7 +45,7 @@ struct LayerNormFirst {
   }
   TORCHTP_HOST_DEVICE int num_steps(int64_t) const { return 1; }
   static constexpr bool reduces(int phase) { return phase == 0 || phase == 3; }
-  static constexpr bool meets(int phase) { return !reduces(phase); }
+  static constexpr Meeting meets(int phase) { return reduces(phase) ? Meeting::kNobody : Meeting::kBlock; }
   static TORCHTP_HOST_DEVICE Vector<kVector> combine(const Vector<kVector>& low, const Vector<kVector>& high) {
     return low + high;
   }

@@ -59,7 +59,7 @@ struct LayerNormFirstBackward {
     return static_cast<int>((tile.tiles() - block + blocks - 1) / blocks);
   }
   static constexpr bool reduces(int phase) { return phase == 1; }
-  static constexpr bool meets(int phase) { return !reduces(phase); }
+  static constexpr Meeting meets(int phase) { return reduces(phase) ? Meeting::kNobody : Meeting::kBlock; }
   static TORCHTP_HOST_DEVICE Sums combine(const Sums& low, const Sums& high) {
     return {low.sum + high.sum, low.dot + high.dot};
   }

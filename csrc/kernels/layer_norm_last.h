@@ -75,7 +75,7 @@ struct LayerNormLast {
   size_t shared_bytes() const { return 0; }
   TORCHTP_HOST_DEVICE int num_steps(int64_t) const { return 1; }
   static constexpr bool reduces(int phase) { return phase < 2; }
-  static constexpr bool meets(int) { return false; }
+  static constexpr Meeting meets(int) { return Meeting::kNobody; }
   static TORCHTP_HOST_DEVICE Vector<kRows> combine(const Vector<kRows>& low, const Vector<kRows>& high) {
     return low + high;
   }
@@ -206,7 +206,7 @@ struct LayerNormLastBackward {
     return static_cast<int>((rows - block + blocks - 1) / blocks);
   }
   static constexpr bool reduces(int phase) { return phase == 0; }
-  static constexpr bool meets(int phase) { return phase == 2; }
+  static constexpr Meeting meets(int phase) { return phase == 2 ? Meeting::kBlock : Meeting::kNobody; }
   static TORCHTP_HOST_DEVICE Sums combine(const Sums& low, const Sums& high) {
     return {low.sum + high.sum, low.dot + high.dot};
   }
