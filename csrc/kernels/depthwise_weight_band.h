@@ -22,7 +22,7 @@ struct DepthwiseWeightBand : NoTeams {
   static constexpr int kThreads = kChannelsLast ? 256 : 128;
   static constexpr int kBlocksPerSm = kChannelsLast ? 3 : 8;
   static constexpr int kLogWarps = kChannelsLast ? 3 : 2, kWarps = 1 << kLogWarps;
-  static constexpr int kAhead = 3;  // pairs of pixels
+  static constexpr int kAhead = 2;  // pairs of pixels
   // Bring rows; where channels come first, the columns that share a chunk with them; then a step for each of a warp's
   // planes.
   static constexpr int kFirstPhases = kChannelsLast ? 1 : 2, kStepPhases = 3, kPhases = kFirstPhases + kStepPhases;
@@ -122,6 +122,7 @@ struct DepthwiseWeightBand : NoTeams {
       } else if constexpr (kStepPhase == 1) {
         lay(lane, state.sums, memory + (kChannelsLast ? 0 : plane * shares() + share) * kSums);
       } else if constexpr (kChannelsLast) {
+#pragma unroll 1
         for (int32_t tap = lane; tap < kTaps; tap += 32) add(split, first_channel + plane, tap, memory);
       } else {
         for (int32_t i = place.thread; i < grid.planes() * kTaps; i += kThreads) {
