@@ -48,7 +48,7 @@ PIECES = (
     Piece("kernel checks", 70, "benchmarks.gpu.kernel_checks"),
     Piece("tests", 70, "benchmarks.gpu.tests"),
     Piece("ranks", 90, "benchmarks.gpu.ranks"),
-    Piece("kernel times", 80, "benchmarks.gpu.kernel_times"),
+    Piece("kernel times", 100, "benchmarks.gpu.kernel_times"),
     Piece("article", 120, "benchmarks.gpu.article"),
     Piece("article, compiled", 130, "benchmarks.gpu.article", ("--compiled",)),
     Piece("sanitizer", 200, "benchmarks.gpu.sanitizer"),

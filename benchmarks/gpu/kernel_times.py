@@ -192,6 +192,8 @@ def depthwise_layer_norm(timer: Timer, stage: int, kind: str, layout: str) -> di
 
 # Windows that are not ConvNeXt's: kernel, stride, dilation; accesses of an input in forward and backward.
 WINDOWS = {
+    "depthwise 3x3": (3, 1, 1, 2, 4),
+    "depthwise 5x5": (5, 1, 1, 2, 4),
     "depthwise 3x3, stride 2": (3, 2, 1, 1.25, 2.5),
     "depthwise 7x7, stride 2": (7, 2, 1, 1.25, 2.5),
     "depthwise 13x13, stride 2": (13, 2, 1, 1.25, 2.5),

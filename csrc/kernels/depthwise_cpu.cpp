@@ -24,6 +24,15 @@ Interval interior_of_grad(const DepthwiseAxis& axis, int32_t in_extent, int32_t 
   return intersect({first, end}, {0, in_extent});
 }
 
+// What programs compute at once costs as much where a part of it is asked for.
+constexpr int64_t kLeastBorderRows = 16, kLeastBorderColumns = 32;
+
+// An interior whose borders, where there are any, take all that is computed for them at once.
+Interval with_whole_borders(const Interval& inside, int64_t extent, int64_t least) {
+  const auto rounded = [&](int64_t border) { return ceil_div(border, least) * least; };
+  return {rounded(inside.begin), inside.end < extent ? extent - rounded(extent - inside.end) : extent};
+}
+
 Region region(const Interval& rows, const Interval& columns) {
   return {static_cast<int32_t>(rows.begin), static_cast<int32_t>(rows.end), static_cast<int32_t>(columns.begin),
           static_cast<int32_t>(columns.end)};
@@ -38,12 +47,16 @@ std::array<Regions, 2> depthwise_regions(const DepthwiseParams& params, const Ha
   const Regions all{region(rows, columns), {}}, none{};
   if (part == Part::kAll) return {all, none};
   const auto& inside = input_grad ? interior_of_grad : interior;
-  const Interval y = inside(params.y, params.in_height, params.out_height, in.rows_above > 0, in.rows_below > 0);
-  Interval x = inside(params.x, params.in_width, params.out_width, in.columns_left > 0, in.columns_right > 0);
-  // Columns go to the border in fours, so that the interior's stores stay aligned.
-  x.begin = (x.begin + 3) / 4 * 4;
-  if (x.end < columns.end) x.end = x.end / 4 * 4;
-  if (y.empty() || x.empty())
+  const Interval y =
+      with_whole_borders(inside(params.y, params.in_height, params.out_height, in.rows_above > 0, in.rows_below > 0),
+                         rows.end, kLeastBorderRows);
+  Interval x =
+      with_whole_borders(inside(params.x, params.in_width, params.out_width, in.columns_left > 0, in.columns_right > 0),
+                         columns.end, kLeastBorderColumns);
+  if (x.end < columns.end) x.end = x.end / 8 * 8;  // so that the interior's stores stay aligned
+  // Of less than a quarter it hides less of the exchange than launches of its own cost.
+  const bool worthwhile = !y.empty() && !x.empty() && 4 * y.size() * x.size() >= rows.size() * columns.size();
+  if (!worthwhile)
     return part == Part::kInterior ? std::array<Regions, 2>{none, none} : std::array<Regions, 2>{all, none};
   if (part == Part::kInterior) return {Regions{region(y, x), {}}, none};
   return {Regions{region({0, y.begin}, columns), region({y.end, rows.end}, columns)},

@@ -94,6 +94,14 @@ void shards_narrower_than_the_kernel_or_empty() {
   check<float>({13, 1, 6, 1, 1, 2, 9, 10, 2, 4});
 }
 
+// Large enough for the interior to be launched by itself.
+void interiors() {
+  check<float>({3, 1, 1, 1, 1, 2, 192, 258, 3, 2});
+  check<c10::BFloat16>({3, 1, 1, 1, 1, 2, 130, 393, 2, 3});
+  check<c10::Half>({7, 1, 3, 1, 1, 1, 61, 260, 1, 2});
+  check<float>({3, 2, 1, 1, 1, 1, 260, 264, 2, 2});
+}
+
 void wide_kernels() {
   check<float>({9, 1, 4, 1, 1, 3, 20, 70, 2, 2});
   check<float>({13, 1, 6, 1, 1, 9, 18, 33, 1, 2});
@@ -158,6 +166,7 @@ int main() {
   return test::run({{"one rank", one_rank},
                     {"halos of every side", halos_of_every_side},
                     {"shards narrower than the kernel or empty", shards_narrower_than_the_kernel_or_empty},
+                    {"interiors", interiors},
                     {"wide kernels", wide_kernels},
                     {"dilation", dilation},
                     {"strides of two", strides_of_two},
