@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "kernels/any_row.h"
-#include "kernels/block_program.h"
+#include "kernels/column_teams.h"
 #include "kernels/divider.h"
 #include "kernels/narrow.h"
 
@@ -64,30 +64,13 @@ struct NormParts {
   }
 };
 
-// Some threads for each statistic, neighbours for neighbouring ones.
-struct NormTeams {
-  static constexpr int kThreads = 256, kBlocksPerSm = 2;
-  int log_team = 5, log_apart = 5;
-  int team = 32, apart = 32;
+// Some threads for each statistic.
+struct NormTeams : ColumnTeams {
+  static constexpr int kBlocksPerSm = 2;
 
   // For statistics of up to `parts` parts.
-  void set_teams(int64_t parts) {
-    int log = 0;
-    while (log < 6 && (int64_t{2} << log) < parts) ++log;
-    log_apart = log < 3 ? 5 : 8 - log;
-    log_team = log_apart + log;
-    team = 1 << log_team;
-    apart = 1 << log_apart;
-  }
-  TORCHTP_HOST_DEVICE int64_t of_block() const { return int64_t{kThreads} >> log_team << log_apart; }
-  TORCHTP_HOST_DEVICE int64_t blocks(int64_t statistics) const { return (statistics + of_block() - 1) / of_block(); }
-  TORCHTP_HOST_DEVICE int64_t statistic(const Place& place) const {
-    return place.block * of_block() + (place.thread >> log_team << log_apart) + (place.thread & (apart - 1));
-  }
-  // Of the threads of a statistic which one, and how many there are.
-  TORCHTP_HOST_DEVICE int rank(const Place& place) const { return (place.thread & (team - 1)) >> log_apart; }
-  TORCHTP_HOST_DEVICE int ranks() const { return team >> log_apart; }
-
+  void set_teams(int64_t parts) { static_cast<ColumnTeams&>(*this) = ColumnTeams(parts, 2, 6); }
+  static constexpr Meeting meets(int) { return Meeting::kNobody; }
   size_t shared_bytes() const { return 0; }
   TORCHTP_HOST_DEVICE int num_steps(int64_t) const { return 1; }
 };
@@ -131,7 +114,7 @@ struct NormFinish : NormTeams {
 
   template <int kPhase>
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State& state, void*) const {
-    const int64_t s = statistic(place);
+    const int64_t s = column(place);
     if (s >= groups.statistics()) return;
     if constexpr (kPhase == 0) {
       NormPair sum{};
@@ -245,7 +228,7 @@ struct NormGradFinish : NormTeams {
   TORCHTP_HOST_DEVICE void run(const Place& place, int, State& state, void*) const {
     const int64_t of_statistics = statistic_blocks();
     if (place.block >= of_statistics) {
-      const int64_t c = statistic({place.block - of_statistics, place.thread});
+      const int64_t c = column({place.block - of_statistics, place.thread});
       if (c >= groups.channels) return;
       if constexpr (kPhase == 0) {
         state.partial = sum_of_channel(c, rank(place));
@@ -254,7 +237,7 @@ struct NormGradFinish : NormTeams {
       }
       return;
     }
-    const int64_t s = statistic(place);
+    const int64_t s = column(place);
     if (s >= groups.statistics()) return;
     if constexpr (kPhase == 0) {
       state.partial = sum_of_statistic(s, rank(place));
