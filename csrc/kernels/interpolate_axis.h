@@ -32,6 +32,7 @@ struct ResampleAxis {
   int32_t in_extent = 1, in_begin = 0, in_size = 1;
   int32_t out_extent = 1, out_begin = 0, out_size = 1;
   float step = 1;  // input rows from one output row to the next
+  float inverse = 1;
   bool align_corners = false;
   Resampling mode = Resampling::kNearest;
 
@@ -44,6 +45,7 @@ struct ResampleAxis {
       step =
           scale > 0 ? static_cast<float>(1.0 / scale) : static_cast<float>(in_extent) / static_cast<float>(out_extent);
     }
+    inverse = step > 0 ? 1.0f / step : 0.0f;
   }
 
   TORCHTP_HOST_DEVICE int num_taps() const {
@@ -92,11 +94,23 @@ struct ResampleAxis {
     if (in_extent == out_extent && mode == Resampling::kLinear) return i > out_begin ? i : out_begin;
     const bool at_edges = mode == Resampling::kNearest || mode == Resampling::kNearestExact;
     const float shift = align_corners || mode == Resampling::kNearest ? 0.0f : 0.5f;
-    const float row = (static_cast<float>(i - before) + (at_edges ? 0.0f : shift)) / step - shift;
+    const float row = (static_cast<float>(i - before) + (at_edges ? 0.0f : shift)) * inverse - shift;
     const float safe = row - 1.0f - row * 1e-6f;  // roundings of both sides
     if (!(safe > static_cast<float>(out_begin))) return out_begin;
     const int32_t end = out_begin + out_size;
     return safe < static_cast<float>(end) ? static_cast<int32_t>(safe) : end;
+  }
+  // The same for certain, and if nobody reads it one that reads a later row, or the end.
+  TORCHTP_HOST_DEVICE int32_t first_of(int32_t i) const {
+    int32_t o = first_reader(i);
+    while (o < out_begin + out_size && place(taps_of(o), num_taps() - 1) < i) ++o;
+    return o;
+  }
+  // The end of those who read row i of one tap, from the first one on.
+  TORCHTP_HOST_DEVICE int32_t end_of(int32_t first, int32_t i) const {
+    int32_t o = first;
+    while (o < out_begin + out_size && taps_of(o).first == i) ++o;
+    return o;
   }
 
  private:

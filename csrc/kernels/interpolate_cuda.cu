@@ -11,8 +11,8 @@ void launch_interpolate(const T* in, T* out, const ResampleParams& params, cudaS
   run_interpolate(RunOnDevice{"interpolate", stream}, in, out, params);
 }
 
-template <typename T>
-void launch_interpolate_adjoint(const T* out, T* in, const ResampleParams& params, cudaStream_t stream) {
+template <typename T, typename G>
+void launch_interpolate_adjoint(const T* out, G* in, const ResampleParams& params, cudaStream_t stream) {
   run_interpolate_adjoint(RunOnDevice{"interpolate_backward", stream}, out, in, params);
 }
 
@@ -23,5 +23,7 @@ TORCHTP_INTERPOLATE(float)
 TORCHTP_INTERPOLATE(c10::BFloat16)
 TORCHTP_INTERPOLATE(c10::Half)
 #undef TORCHTP_INTERPOLATE
+template void launch_interpolate_adjoint(const c10::BFloat16*, float*, const ResampleParams&, cudaStream_t);
+template void launch_interpolate_adjoint(const c10::Half*, float*, const ResampleParams&, cudaStream_t);
 
 }  // namespace torchtp::kernels

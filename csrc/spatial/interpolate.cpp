@@ -165,7 +165,7 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
   }
 #ifdef TORCHTP_CUDA
   if (has_interpolate_cuda(x, params)) {
-    return interpolate_cuda(x, resampled_dims(axes, input.sizes(), params), params.mode, params.align_corners, false);
+    return interpolate_cuda(x, resampled_dims(axes, input.sizes(), params), params.mode, params.align_corners);
   }
 #endif
   x = x.to(working_type(x.scalar_type()));
@@ -183,16 +183,18 @@ at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
   as_aten = !has_interpolate_cuda(grad_output, params);  // kernels have the exact adjoint of their forward
 #endif
   const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.scalar_type(), as_aten);
-  at::Tensor grad = dense(grad_output).to(working_type(grad_output.scalar_type()));
+  at::Tensor grad = dense(grad_output);
 #ifdef TORCHTP_CUDA
   if (!as_aten) {
-    grad = interpolate_cuda(grad, resampled_dims(axes, input_sizes, params), params.mode, params.align_corners, true);
+    grad = interpolate_adjoint_cuda(grad, resampled_dims(axes, input_sizes, params), params.mode, params.align_corners,
+                                    !cuts.empty());
     for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
       if (axis->cut) grad = push_add(grad, *axis->cut, axis->taps->wanted);
     }
     return grad.to(grad_output.scalar_type());
   }
 #endif
+  grad = grad.to(working_type(grad.scalar_type()));
   for (const Axis& axis : axes) {
     if (!axis.taps->copies) grad = resample(grad, axis, true);
   }

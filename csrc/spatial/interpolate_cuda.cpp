@@ -38,8 +38,11 @@ kernels::ResampleAxis same(int64_t extent) {
 
 }  // namespace
 
-at::Tensor interpolate_cuda(const at::Tensor& x, const std::vector<ResampledDim>& dims, const std::string& mode,
-                            bool align_corners, bool adjoint) {
+namespace {
+
+// `wide`: the adjoint's result in float.
+at::Tensor resample_on_device(const at::Tensor& x, const std::vector<ResampledDim>& dims, const std::string& mode,
+                              bool align_corners, bool adjoint, bool wide) {
   const OnDevice device(x);
   const auto format = x.suggest_memory_format();
   const bool channels_last = format != at::MemoryFormat::Contiguous;
@@ -59,21 +62,36 @@ at::Tensor interpolate_cuda(const at::Tensor& x, const std::vector<ResampledDim>
     for (int64_t dim = begin; dim < end; ++dim) {
       sizes[dim + 2] = adjoint ? dims[dim].inputs.size() : dims[dim].outputs.size();
     }
-    const at::Tensor to = at::empty(sizes, from.options(), format);
-    if (to.numel() > 0 && from.numel() == 0) return to.zero_();
-    AT_DISPATCH_V2(x.scalar_type(), "interpolate", AT_WRAP([&] {
+    // What is added to again is not rounded before.
+    const bool in_float = adjoint && (wide || begin > 0);
+    const at::Tensor to = at::empty(sizes, in_float ? from.options().dtype(at::kFloat) : from.options(), format);
+    AT_DISPATCH_V2(from.scalar_type(), "interpolate", AT_WRAP([&] {
                      const scalar_t* const source = from.const_data_ptr<scalar_t>();
-                     scalar_t* const target = to.mutable_data_ptr<scalar_t>();
-                     if (adjoint) {
-                       kernels::launch_interpolate_adjoint(source, target, params, device.stream());
-                     } else {
-                       kernels::launch_interpolate(source, target, params, device.stream());
+                     if (!adjoint) {
+                       kernels::launch_interpolate(source, to.mutable_data_ptr<scalar_t>(), params, device.stream());
+                       return;
                      }
+                     const auto launch = [&](auto* target) {
+                       kernels::launch_interpolate_adjoint(source, target, params, device.stream());
+                     };
+                     in_float ? launch(to.mutable_data_ptr<float>()) : launch(to.mutable_data_ptr<scalar_t>());
                    }),
                    TORCHTP_CUDA_TYPES);
     from = to;
   }
   return from;
+}
+
+}  // namespace
+
+at::Tensor interpolate_cuda(const at::Tensor& x, const std::vector<ResampledDim>& dims, const std::string& mode,
+                            bool align_corners) {
+  return resample_on_device(x, dims, mode, align_corners, false, false);
+}
+
+at::Tensor interpolate_adjoint_cuda(const at::Tensor& dy, const std::vector<ResampledDim>& dims,
+                                    const std::string& mode, bool align_corners, bool wide) {
+  return resample_on_device(dy, dims, mode, align_corners, true, wide);
 }
 
 }  // namespace torchtp::spatial

@@ -73,8 +73,9 @@ ResampleAxis axis_of(const Mode& mode, int64_t in, int64_t out, int64_t ranks, i
 }
 
 template <typename T>
-void check(const Mode& mode, int64_t in_y, int64_t in_x, int64_t out_y, int64_t out_x, int64_t inner, int64_t ranks) {
-  const int64_t outer = inner == 1 ? 11 : 6;  // more planes than an item takes, and not a multiple
+void check(const Mode& mode, int64_t in_y, int64_t in_x, int64_t out_y, int64_t out_x, int64_t inner, int64_t ranks,
+           int64_t outer = 0) {
+  if (outer == 0) outer = inner == 1 ? 11 : 6;  // more planes than an item takes, and not a multiple
   const auto down = matrix(mode, in_y, out_y), across = matrix(mode, in_x, out_x);
   const std::string name = "mode " + std::to_string(static_cast<int>(mode.mode)) + " " + std::to_string(in_y) + " x " +
                            std::to_string(in_x) + " to " + std::to_string(out_y) + " x " + std::to_string(out_x);
@@ -104,11 +105,22 @@ void check(const Mode& mode, int64_t in_y, int64_t in_x, int64_t out_y, int64_t 
     kernels::run_interpolate_adjoint(kernels::RunOnHost(), f_out.data(), back.data(), params);
     std::vector<T> of_many(out.size(), nan),
         back_of_many(in.size(), nan);  // as where elements are too many for Divider
-    kernels::RunOnHost().each(kernels::Interpolate<T, 1, kernels::LongDivider>(f_in.data(), of_many.data(), params));
-    kernels::RunOnHost().each(
-        kernels::InterpolateAdjoint<T, 1, kernels::LongDivider>(f_out.data(), back_of_many.data(), params));
+    const auto as_if_many = [&](auto taps) {
+      constexpr int kTaps = decltype(taps)::value;
+      kernels::RunOnHost().each(
+          kernels::Interpolate<T, 1, 1, kTaps, kernels::LongDivider>(f_in.data(), of_many.data(), params));
+      kernels::RunOnHost().each(kernels::InterpolateAdjoint<T, T, 1, 1, kTaps, kernels::LongDivider>(
+          f_out.data(), back_of_many.data(), params));
+    };
+    const int taps = x.num_taps();
+    if (taps == 1) as_if_many(std::integral_constant<int, 1>());
+    if (taps == 2) as_if_many(std::integral_constant<int, 2>());
+    if (taps == 4) as_if_many(std::integral_constant<int, 4>());
     CHECK(of_many == found);
     CHECK(back_of_many == back);
+    std::vector<float> wide(in.size(), std::numeric_limits<float>::quiet_NaN());
+    kernels::run_interpolate_adjoint(kernels::RunOnHost(), f_out.data(), wide.data(), params);
+    for (size_t i = 0; i < back.size(); ++i) CHECK(back[i] == static_cast<T>(wide[i]));
     test::check_close(found, expected, 3 * test::tolerance<T>(), name);
     test::check_close(back, adjoint, 3 * test::tolerance<T>(), name + ", adjoint");
   }
@@ -124,6 +136,7 @@ void up_and_down_on_ranks() {
     for (int64_t inner : {1, 8}) {
       check<float>(mode, 8, 6, 16, 12, inner, 3);
       check<float>(mode, 9, 5, 21, 8, inner, 2);
+      check<float>(mode, 9, 5, 21, 8, inner, 2, 3);  // fewer
       check<float>(mode, 17, 20, 6, 7, inner, 2);
       check<float>(mode, 5, 5, 5, 5, inner, 2);
       check<float>(mode, 1, 3, 4, 1, inner, 1);
