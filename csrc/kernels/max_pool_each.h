@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/host_device.h"
 #include "kernels/divider.h"
 #include "kernels/max_pool.h"
+#include "kernels/vectors.h"
 
 // Max pooling element by element, for the device: a row's gradient is gathered from the windows that read it, so the
 // bits are the same on every run.
@@ -68,62 +70,210 @@ struct MaxPoolGather {
   }
 };
 
-// grad_frame[i] = the sum of grad_output over the windows whose maximum it is; every element is written. Sums in A.
-template <typename T, typename A, typename Division>
+// By one instruction for certain: the compiler takes what it selected number by number apart again.
+template <typename Elements>
+TORCHTP_HOST_DEVICE void store_at_once(Elements* to, const Elements& elements) {
+#ifdef __CUDA_ARCH__
+  const size_t at = __cvta_generic_to_global(to);
+  if constexpr (sizeof(Elements) == 16) {
+    uint4 words;
+    memcpy(&words, &elements, sizeof(words));
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words.x), "r"(words.y), "r"(words.z),
+                 "r"(words.w)
+                 : "memory");
+    return;
+  } else if constexpr (sizeof(Elements) == 8) {
+    uint2 words;
+    memcpy(&words, &elements, sizeof(words));
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(at), "r"(words.x), "r"(words.y) : "memory");
+    return;
+  } else if constexpr (sizeof(Elements) == 4) {
+    uint32_t word;
+    memcpy(&word, &elements, sizeof(word));
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(at), "r"(word) : "memory");
+    return;
+  }
+#endif
+  *to = elements;
+}
+
+// grad_frame[i] = the sum of grad_output over the windows whose maximum it is, in their order; every element is
+// written, in G. An item is kPixels neighbouring elements of a row, of kVector channels where those lie innermost: it
+// asks each window that reads one of them where its maximum is. Sums in A.
+template <typename T, typename G, int kVector, typename Division>
 struct MaxPoolBackward {
+  using Int = decltype(Division::divisor);
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  static constexpr int kPixels = 8;
+  // Windows of a row whose numbers are on their way at once: as many as read eight elements at 3x3 and a stride of 2.
+  static constexpr int kAhead = sizeof(Int) == 4 ? 5 : 1;
+
   const T* grad_output;
   const int64_t* indices;  // global
-  A* grad_frame;
-  MaxPoolParams params;
-  PlanePlace<Division> places{params, params.inputs, params.outputs};
-  Division by_columns{params.index.frame[2]}, by_rows{params.index.frame[1]};
-  Division by_stride[3] = {Division(params.windows.stride[0]), Division(params.windows.stride[1]),
-                           Division(params.windows.stride[2])};
+  G* grad_frame;
+  Int frame[3], global[3], begin[3];
+  Int outputs[3], stride[3], padding[3], reach[3];  // reach: from a window's first row to its last one
+  Int step;                                         // from one element of a plane to the next
+  int64_t in_plane, out_plane, items;
+  bool whole;  // an item's elements may be written at once
+  Division by_vectors, by_groups, by_rows, by_planes, by_stride[3];
 
-  int64_t total() const { return params.batches * params.channels * params.inputs; }
-
-  TORCHTP_HOST_DEVICE void operator()(int64_t i) const {
-    int64_t first = 0, row[3];
-    const int64_t place = places.place(i, first), rest = by_columns.quotient(place);
-    row[0] = by_rows.quotient(rest);
-    row[1] = rest - row[0] * params.index.frame[1];
-    row[2] = place - rest * params.index.frame[2];
-    int64_t mine = 0;
-    bool padding = false;
+  MaxPoolBackward(const T* grad_output, const int64_t* indices, G* grad_frame, const MaxPoolParams& params)
+      : grad_output(grad_output),
+        indices(indices),
+        grad_frame(grad_frame),
+        step(static_cast<Int>(params.channels_last ? params.channels : 1)),
+        in_plane(params.inputs * step),
+        out_plane(params.outputs * step),
+        whole(step == 1 && params.index.frame[2] % kPixels == 0) {
+    const int64_t planes = params.batches * (params.channels_last ? 1 : params.channels);
+    const int64_t vectors = params.channels_last ? params.channels / kVector : 1;
+    const int64_t groups = (params.index.frame[2] + kPixels - 1) / kPixels;
+    items = planes * params.index.frame[0] * params.index.frame[1] * groups * vectors;
+    by_vectors = Division(vectors);
+    by_groups = Division(groups);
+    by_rows = Division(params.index.frame[1]);
+    by_planes = Division(params.index.frame[0]);
     for (int dim = 0; dim < 3; ++dim) {
-      const int64_t global = row[dim] + params.index.begin[dim];
-      padding |= global < 0 || global >= params.index.global[dim];
-      mine = mine * params.index.global[dim] + global;
+      frame[dim] = static_cast<Int>(params.index.frame[dim]);
+      global[dim] = static_cast<Int>(params.index.global[dim]);
+      begin[dim] = static_cast<Int>(params.index.begin[dim]);
+      outputs[dim] = static_cast<Int>(params.windows.outputs[dim]);
+      stride[dim] = static_cast<Int>(params.windows.stride[dim]);
+      padding[dim] = static_cast<Int>(params.windows.padding[dim]);
+      reach[dim] = static_cast<Int>((params.windows.kernel[dim] - 1) * params.index.dilation[dim]);
+      by_stride[dim] = Division(params.windows.stride[dim]);
     }
-    A sum = 0;
-    if (!padding) {
-      for (int64_t a = last(0, row[0]); reads(0, a, row[0]); --a)
-        for (int64_t b = last(1, row[1]); reads(1, b, row[1]); --b)
-          for (int64_t c = last(2, row[2]); reads(2, c, row[2]); --c) {
-            const int64_t window = (a * params.windows.outputs[1] + b) * params.windows.outputs[2] + c;
-            const int64_t at = first + window * places.step;
-            if (indices[at] == mine) sum += static_cast<A>(grad_output[at]);
+  }
+
+  int64_t total() const { return items; }
+
+  TORCHTP_HOST_DEVICE void operator()(int64_t index) const {
+    const auto item = static_cast<Int>(index);
+    const Int group = by_vectors.quotient(item), row = by_groups.quotient(group), above = by_rows.quotient(row),
+              plane = by_planes.quotient(above);
+    const Int z = above - plane * by_planes.divisor, y = row - above * by_rows.divisor,
+              x = (group - row * by_groups.divisor) * kPixels;
+    const int64_t vector = int64_t{item - group * by_vectors.divisor} * kVector;
+    A sums[kPixels][kVector] = {};
+    // Padding may lie in the frame: nothing is read there, and its places have no index.
+    if (inside(0, z) && inside(1, y)) {
+      const Int mine = ((z + begin[0]) * global[1] + y + begin[1]) * global[2] + x + begin[2];
+      const int64_t from = plane * out_plane + vector;
+      const Int last_c = last_reader(2, x + kPixels - 1), last_b = last_reader(1, y);
+      for (Int a = first_reader(0, z); a <= last_reader(0, z); ++a) {
+        for (Int b = first_reader(1, y); b <= last_b; ++b) {
+          const int64_t line = from + int64_t{(a * outputs[1] + b) * outputs[2]} * step;
+#pragma unroll 1
+          for (Int c = first_reader(2, x); c <= last_c; c += kAhead) {
+            Asked asked[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+              if (i == 0 || c + i <= last_c) asked[i].load(*this, line + int64_t{c + i} * step, mine);
+            }
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) asked[i].add_to(sums);
           }
+        }
+      }
     }
-    grad_frame[i] = sum;
+    const int64_t to = plane * in_plane + vector + int64_t{(z * frame[1] + y) * frame[2] + x} * step;
+    if (!inside(2, x) || !inside(2, x + kPixels - 1)) {
+#pragma unroll
+      for (int p = 0; p < kPixels; ++p) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) sums[p][v] = inside(2, x + p) ? sums[p][v] : A(0);
+      }
+    }
+    if constexpr (kVector == 1) {
+      if (whole) {
+        A row[kPixels];
+#pragma unroll
+        for (int p = 0; p < kPixels; ++p) row[p] = sums[p][0];
+        return store(to, row);
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      if (x + p < frame[2]) store(to + int64_t{p} * step, sums[p]);
+    }
   }
 
  private:
-  // The last window that begins at a row or above it.
-  TORCHTP_HOST_DEVICE int64_t last(int dim, int64_t row) const {
-    const int64_t window = by_stride[dim].quotient(row + params.windows.padding[dim]);
-    return window < params.windows.outputs[dim] ? window : params.windows.outputs[dim] - 1;
+  TORCHTP_HOST_DEVICE bool inside(int dim, Int row) const {
+    return row + begin[dim] >= 0 && row + begin[dim] < global[dim];
   }
-  // Whether a window from there on backwards reaches the row.
-  TORCHTP_HOST_DEVICE bool reads(int dim, int64_t window, int64_t row) const {
-    if (window < 0) return false;
-    const int64_t distance = row + params.windows.padding[dim] - window * params.windows.stride[dim];
-    return distance <= (params.windows.kernel[dim] - 1) * params.index.dilation[dim];
+  // The windows that reach a row: some of these, where they are dilated.
+  TORCHTP_HOST_DEVICE Int first_reader(int dim, Int row) const {
+    const Int behind = row + padding[dim] - reach[dim] + stride[dim] - 1;
+    return behind > 0 ? by_stride[dim].quotient(behind) : 0;
+  }
+  TORCHTP_HOST_DEVICE Int last_reader(int dim, Int row) const {
+    const Int window = by_stride[dim].quotient(row + padding[dim]);
+    return window < outputs[dim] ? window : outputs[dim] - 1;
+  }
+
+  // A window's gradients, and how far behind the item's first element its maxima are.
+  struct Asked {
+    A grads[kVector] = {};
+    Int places[kVector];
+
+    TORCHTP_HOST_DEVICE Asked() {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) places[v] = -1;
+    }
+    TORCHTP_HOST_DEVICE void load(const MaxPoolBackward& work, int64_t at, Int mine) {
+      constexpr int kPairs = kVector > 1 ? 2 : 1;  // indices of one load
+      const auto pack = load_pack(reinterpret_cast<const Pack<T, kVector>*>(work.grad_output + at));
+#pragma unroll
+      for (int v = 0; v < kVector; v += kPairs) {
+        const auto pair = load_pack(reinterpret_cast<const Pack<int64_t, kPairs>*>(work.indices + at + v));
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) places[v + i] = static_cast<Int>(pair.values[i]) - mine;
+      }
+      if constexpr (std::is_same_v<A, float>) {
+        const Vector<kVector> wide = widened(pack);
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) grads[v] = wide.values[v];
+      } else {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) grads[v] = pack.values[v];
+      }
+    }
+    TORCHTP_HOST_DEVICE void add_to(A (&sums)[kPixels][kVector]) const {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+#pragma unroll
+        for (int p = 0; p < kPixels; ++p) sums[p][v] = places[v] == p ? sums[p][v] + grads[v] : sums[p][v];
+      }
+    }
+  };
+
+  template <int kCount>
+  TORCHTP_HOST_DEVICE void store(int64_t to, const A (&sums)[kCount]) const {
+    constexpr int kMost = 16 / sizeof(G), kOnce = kCount < kMost ? kCount : kMost;
+#pragma unroll
+    for (int v = 0; v < kCount; v += kOnce) {
+      Pack<G, kOnce> result;
+#pragma unroll
+      for (int i = 0; i < kOnce; ++i) result.values[i] = static_cast<G>(sums[v + i]);
+      store_at_once(reinterpret_cast<Pack<G, kOnce>*>(grad_frame + to + v), result);
+    }
   }
 };
 
 inline int64_t most_elements(const MaxPoolParams& params) {
   return params.batches * params.channels * std::max(params.inputs, params.outputs);
+}
+
+// What MaxPoolBackward counts to beside elements: global places, and rows behind a plane with its padding.
+inline int64_t most_taps(const MaxPoolParams& params) {
+  int64_t places = 1, rows = 0;
+  for (int dim = 0; dim < 3; ++dim) {
+    places *= params.index.global[dim] + params.index.frame[dim];
+    rows = std::max(rows, params.index.frame[dim] + params.windows.padding[dim] + params.windows.stride[dim] + 4);
+  }
+  return std::max(places, rows);
 }
 
 // See run_on_host.h for Run.
@@ -141,11 +291,22 @@ void run_max_pool_gather(const Run& run, const T* frame, const int64_t* indices,
   });
 }
 
-template <typename T, typename A, typename Run>
-void run_max_pool_backward(const Run& run, const T* grad_output, const int64_t* indices, A* grad_frame,
+// grad_frame is aligned as new memory is.
+template <typename T, typename G, typename Run>
+void run_max_pool_backward(const Run& run, const T* grad_output, const int64_t* indices, G* grad_frame,
                            const MaxPoolParams& params) {
-  with_division(most_elements(params), [&](auto division) {
-    run.each(MaxPoolBackward<T, A, decltype(division)>{grad_output, indices, grad_frame, params});
+  constexpr int kWide = 2;  // indices of one load
+  const bool wide = params.channels_last && aligned(params.channels, kWide, {grad_output}) &&
+                    aligned(params.channels, kWide, {indices});
+  with_division(std::max(most_elements(params), most_taps(params)), [&](auto division) {
+    using Division = decltype(division);
+    const auto go = [&](auto vector) {
+      run.each(MaxPoolBackward<T, G, decltype(vector)::value, Division>(grad_output, indices, grad_frame, params));
+    };
+    if constexpr (std::is_same_v<Division, Divider>) {
+      if (wide) return go(std::integral_constant<int, kWide>());
+    }
+    go(std::integral_constant<int, 1>());
   });
 }
 

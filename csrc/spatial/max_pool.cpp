@@ -122,8 +122,13 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
   const PoolGeometry geometry("max_pool_backward", input_sizes, params, cuts);
   const auto format = indices.suggest_memory_format();
   const at::Tensor places = indices.contiguous(format), dy = grad_output.contiguous(format);
-  // Sums of 16-bit gradients are rounded once, at the end.
-  const at::ScalarType sum_type = at::isReducedFloatingType(dy.scalar_type()) ? at::kFloat : dy.scalar_type();
+  // Sums of 16-bit gradients are rounded once, at the end: by a device's kernel, where other ranks add nothing.
+  bool rounded = false;
+#ifdef TORCHTP_CUDA
+  rounded = is_on_device(dy) && cuts.empty();
+#endif
+  const at::ScalarType sum_type =
+      at::isReducedFloatingType(dy.scalar_type()) && !rounded ? at::kFloat : dy.scalar_type();
   const at::Tensor grad = at::empty(geometry.frame_sizes(), dy.options().dtype(sum_type), format);
   if (grad.is_cpu() || geometry.nothing()) grad.zero_();  // a device's kernel writes every element
   if (!geometry.nothing() && !grad.is_meta()) {
@@ -132,14 +137,17 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
                      using acc_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
                      const scalar_t* const from = dy.const_data_ptr<scalar_t>();
                      const int64_t* const at = places.const_data_ptr<int64_t>();
-                     acc_t* const to = grad.mutable_data_ptr<acc_t>();
 #ifdef TORCHTP_CUDA
                      if (is_on_device(dy)) {
                        const OnDevice device(dy);
-                       kernels::launch_max_pool_backward(from, at, to, plan, device.stream());
+                       const auto launch = [&](auto* to) {
+                         kernels::launch_max_pool_backward(from, at, to, plan, device.stream());
+                       };
+                       rounded ? launch(grad.mutable_data_ptr<scalar_t>()) : launch(grad.mutable_data_ptr<acc_t>());
                        return;
                      }
 #endif
+                     acc_t* const to = grad.mutable_data_ptr<acc_t>();
                      for_planes(plan, [&](int64_t begin, int64_t end) {
                        kernels::max_pool_scatter_cpu(from, at, to, plan, begin, end);
                      });
