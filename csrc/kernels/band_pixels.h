@@ -17,10 +17,13 @@ template <bool kEights, typename T>
 TORCHTP_HOST_DEVICE Chunk chunk_of_pixel(const T* pixel, int32_t c, int32_t channels) {
   Chunk chunk{};
   if (!pixel || c >= channels) return chunk;
-  if constexpr (kEights) return load_chunk(pixel + c);
+  if constexpr (kEights) {
+    chunk = load_chunk(pixel + c);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (c + i < channels) set_number(chunk, i, pixel[c + i]);
+    for (int i = 0; i < 8; ++i) {
+      if (c + i < channels) set_number(chunk, i, pixel[c + i]);
+    }
   }
   return chunk;
 }

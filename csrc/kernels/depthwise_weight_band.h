@@ -20,7 +20,7 @@ template <typename T, int kKernel, bool kChannelsLast>
 struct DepthwiseWeightBand : NoTeams {
   static_assert(sizeof(T) == 2 && kKernel <= 9, "eight points of a row have to find their window in 16 columns");
   static constexpr int kThreads = kChannelsLast ? 256 : 128;
-  static constexpr int kBlocksPerSm = kChannelsLast ? 3 : 8;
+  static constexpr int kBlocksPerSm = kChannelsLast ? 4 : 8;
   static constexpr int kLogWarps = kChannelsLast ? 3 : 2, kWarps = 1 << kLogWarps;
   static constexpr int kAhead = 2;  // pairs of pixels
   // Bring rows; where channels come first, the columns that share a chunk with them; then a step for each of a warp's
@@ -95,15 +95,17 @@ struct DepthwiseWeightBand : NoTeams {
     const auto block = static_cast<int32_t>(place.block), split = chunks.quotient(block);
     const int32_t first_channel = (block - split * chunks.divisor) << grid.log_planes;
     T* const tiles = static_cast<T*>(shared);
-    const int warp = place.thread / 32, lane = place.thread % 32;
     constexpr int kStepPhase = kPhase - kFirstPhases;
+    int32_t thread = place.thread;
+    if constexpr (kStepPhase > 0) not_before(thread);  // addresses would take registers from the products
+    const int warp = thread / 32, lane = thread % 32;
     if constexpr (kStepPhase < 0) {
       const int32_t n = grid.tiles.quotient(split);
       const BandGrid::Tile at = grid.tile(split - n * grid.tiles.divisor);
       if constexpr (kPhase == 0) {
-        bring(place.thread, n, first_channel, at, tiles);
+        bring(thread, n, first_channel, at, tiles);
       } else {
-        bring_columns(place.thread, n, first_channel, at, tiles);
+        bring_columns(thread, n, first_channel, at, tiles);
       }
     } else {
       const int32_t plane = kChannelsLast ? step * kWarps + warp : warp & (grid.planes() - 1);
@@ -125,7 +127,7 @@ struct DepthwiseWeightBand : NoTeams {
 #pragma unroll 1
         for (int32_t tap = lane; tap < kTaps; tap += 32) add(split, first_channel + plane, tap, memory);
       } else {
-        for (int32_t i = place.thread; i < grid.planes() * kTaps; i += kThreads) {
+        for (int32_t i = thread; i < grid.planes() * kTaps; i += kThreads) {
           add(split, first_channel + i / kTaps, i % kTaps, memory + i / kTaps * shares() * kSums);
         }
       }
