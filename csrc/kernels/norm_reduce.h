@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/block_program.h"
 #include "kernels/divider.h"
 #include "kernels/norm.h"
@@ -142,29 +144,29 @@ struct NormReducePlanes {
     const float center = kDots ? params.center_of(n, channel) : 0;
     const float scale = kDots && params.scaled ? params.scale[n * params.shape.batch_stride + channel] : 0;
     Partial all{};
-    for (int64_t first = params.begin(piece, vectors) + thread; first < end; first += int64_t{kBatch} * team) {
+    const auto take = [&](int64_t first, auto whole) {
       float values[kReduceHeld], grads[kReduceHeld];
-      int valid = 0;
+      int valid = whole ? kReduceHeld : 0;
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int64_t v = first + int64_t{b} * team;
-        if (v >= end) continue;
+        if (!whole && v >= end) continue;
         const int64_t at = (plane * vectors + v) * kVector;
-        const auto in = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.x + at));
+        const Vector<kVector> in = widened(load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.x + at)));
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) values[b * kVector + k] = static_cast<float>(in.values[k]);
+        for (int k = 0; k < kVector; ++k) values[b * kVector + k] = in.values[k];
         if constexpr (kDots) {
-          const auto grad = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.dy + at));
+          const Vector<kVector> grad = widened(load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.dy + at)));
 #pragma unroll
-          for (int k = 0; k < kVector; ++k) grads[b * kVector + k] = static_cast<float>(grad.values[k]);
+          for (int k = 0; k < kVector; ++k) grads[b * kVector + k] = grad.values[k];
           if (params.scaled) {
             Pack<T, kVector> scaled;
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grads[b * kVector + k] * scale);
+            for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grad.values[k] * scale);
             store_pack(reinterpret_cast<Pack<T, kVector>*>(params.scaled + at), scaled);
           }
         }
-        valid += kVector;
+        if (!whole) valid += kVector;
       }
       Partial here;
       here.count = static_cast<float>(valid);
@@ -174,6 +176,9 @@ struct NormReducePlanes {
         here.set_moments(0, values, valid, share_of(valid));
       }
       all.add(here);
+    };
+    for (int64_t first = params.begin(piece, vectors) + thread; first < end; first += int64_t{kBatch} * team) {
+      first + int64_t{kBatch - 1} * team < end ? take(first, std::true_type()) : take(first, std::false_type());
     }
     return all;
   }
@@ -182,7 +187,7 @@ struct NormReducePlanes {
 // Channels last. A block takes one piece of the rows of one batch, for up to 32 * kVector channels.
 template <typename T, int kVector, bool kDots>
 struct NormReduceRows {
-  static constexpr int kThreads = 256, kBlocksPerSm = 2;
+  static constexpr int kThreads = 256, kBlocksPerSm = kDots ? 3 : 4;
   static constexpr int kStepPhases = 2, kPhases = 2, team = kThreads;
   static constexpr int64_t kPiece = 65536;
   using Partial = NormPartial<kVector, kDots>;
@@ -245,29 +250,29 @@ struct NormReduceRows {
       scale[k] = kDots && params.scaled ? params.scale[n * params.shape.batch_stride + c + k] : 0;
     }
     Partial all{};
-    for (int64_t first = params.begin(piece, params.shape.inner) + group; first < end; first += kBatch * groups) {
+    const auto take = [&](int64_t first, auto whole) {
       float values[kVector][kBatch], grads[kVector][kBatch];
-      int valid = 0;
+      int valid = whole ? kBatch : 0;
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         const int64_t row = first + b * groups;
-        if (row >= end) continue;
+        if (!whole && row >= end) continue;
         const int64_t at = (n * params.shape.inner + row) * params.shape.channels + c;
-        const auto in = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.x + at));
+        const Vector<kVector> in = widened(load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.x + at)));
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) values[k][b] = static_cast<float>(in.values[k]);
+        for (int k = 0; k < kVector; ++k) values[k][b] = in.values[k];
         if constexpr (kDots) {
-          const auto grad = load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.dy + at));
+          const Vector<kVector> grad = widened(load_pack(reinterpret_cast<const Pack<T, kVector>*>(params.dy + at)));
 #pragma unroll
-          for (int k = 0; k < kVector; ++k) grads[k][b] = static_cast<float>(grad.values[k]);
+          for (int k = 0; k < kVector; ++k) grads[k][b] = grad.values[k];
           if (params.scaled) {
             Pack<T, kVector> scaled;
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grads[k][b] * scale[k]);
+            for (int k = 0; k < kVector; ++k) scaled.values[k] = static_cast<T>(grad.values[k] * scale[k]);
             store_pack(reinterpret_cast<Pack<T, kVector>*>(params.scaled + at), scaled);
           }
         }
-        ++valid;
+        if (!whole) ++valid;
       }
       Partial here;
       here.count = static_cast<float>(valid);
@@ -281,6 +286,9 @@ struct NormReduceRows {
         }
       }
       all.add(here);
+    };
+    for (int64_t first = params.begin(piece, params.shape.inner) + group; first < end; first += kBatch * groups) {
+      first + (kBatch - 1) * groups < end ? take(first, std::true_type()) : take(first, std::false_type());
     }
     return all;
   }
