@@ -52,7 +52,7 @@ PIECES = (
     Piece("article", 120, "benchmarks.gpu.article"),
     Piece("article, compiled", 130, "benchmarks.gpu.article", ("--compiled",)),
     Piece("sanitizer", 200, "benchmarks.gpu.sanitizer"),
-    Piece("exchange tests", 240, "benchmarks.gpu.tests", ("--exchange",)),
+    Piece("exchange tests", 340, "benchmarks.gpu.tests", ("--exchange",)),
 )
 
 
@@ -106,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--out", type=Path, required=True, help="the folder for results.json, results.md and log.txt")
     flags.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, to try the program itself")
     flags.add_argument("--only", nargs="*", choices=[piece.name for piece in PIECES], help="these parts only")
+    flags.add_argument("--add", action="store_true", help="to what a run of the same commit left in DIR of other parts")
     flags.add_argument("--commit", help="what the tree is called, where git can't tell or is behind")
     flags.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help=f"for all (default {TOTAL_SECONDS:.0f})")
     args = flags.parse_args(arguments)
@@ -113,11 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "log.txt"
-    log.write_text("")
     results: dict[str, Any] = {
         "about": {"date": datetime.date.today().isoformat(), "dry_run": args.dry_run, **versions(args.commit)},
         "parts": [],
     }
+    if args.add:
+        try:
+            results = earlier(args.out / "results.json", results["about"], args.only or [])
+        except ValueError as error:
+            flags.error(str(error))
+        began -= results["about"]["seconds"]
+        args.seconds += results["about"]["seconds"]
+    else:
+        log.write_text("")
     os.chdir(ROOT)
     built = build_if_needed(log, args.seconds - _END_SECONDS, args.dry_run)
     if built is not None:
@@ -141,6 +150,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{args.out}/results.md after {time.monotonic() - began:.0f} s\n")
     print(page.targets_text(results))
     return 0 if page.all_well(results) else 1
+
+
+def earlier(path: Path, about: dict[str, Any], again: Sequence[str]) -> dict[str, Any]:
+    """What a run left, less the parts that are run again; ValueError if it was of something else."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    for name in ("commit", "torch", "python", "dry_run"):
+        if found["about"][name] != about[name]:
+            raise ValueError(f"--add: {path} is of {name} {found['about'][name]}, and this run of {about[name]}")
+    found["parts"] = [part for part in found["parts"] if part["name"] not in again]
+    return found
 
 
 def versions(commit: str | None) -> dict[str, Any]:

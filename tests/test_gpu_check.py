@@ -49,6 +49,16 @@ def test_a_case_that_fails_crashes_or_hangs_loses_nothing_else(tmp_path, monkeyp
     assert found["starts"] == 3 and found["ending"] == "done"
 
 
+def test_parts_are_added_to_a_run_of_the_same_commit_alone(tmp_path):
+    about = {"commit": "abc", "torch": "2", "python": "3", "dry_run": False, "seconds": 7}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"about": about, "parts": [{"name": "ranks"}, {"name": "tests"}]}))
+    found = gpu_check.earlier(path, about, ["tests", "sanitizer"])
+    assert [part["name"] for part in found["parts"]] == ["ranks"] and found["about"] == about
+    with pytest.raises(ValueError, match="commit abc, and this run of def"):
+        gpu_check.earlier(path, {**about, "commit": "def"}, [])
+
+
 def test_what_is_not_built_is_built_first(tmp_path, monkeypatch):
     log = tmp_path / "log"
     assert gpu_check.build_if_needed(log, 100, dry=True) is None  # this one is built
