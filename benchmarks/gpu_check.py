@@ -190,7 +190,13 @@ def write(results: dict[str, Any], out: Path, seconds: float) -> None:
 
 def without_places(text: str, out: Path) -> str:
     """A text that says nothing of where on the machine things lie: results are kept, machines are not."""
-    places = {f"{ROOT}/": "", str(ROOT): "CHECKOUT", str(out): "DIR", sysconfig.get_path("stdlib"): "PYTHON", sys.prefix: "PYTHON"}
+    places = {
+        f"{ROOT}/": "",
+        str(ROOT): "CHECKOUT",
+        str(out): "DIR",
+        sysconfig.get_path("stdlib"): "PYTHON",
+        sys.prefix: "PYTHON",
+    }
     places |= {f"{tempfile.gettempdir()}/": "TMP/"}
     for place, name in places.items():
         text = text.replace(place, name)
