@@ -120,8 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if args.add:
         try:
-            results = earlier(args.out / "results.json", results["about"], args.only or [])
-        except ValueError as error:
+            again = [piece.name for piece in PIECES] if args.only is None else args.only
+            results = earlier(args.out / "results.json", results["about"], again)
+        except (OSError, ValueError) as error:
             flags.error(str(error))
         began -= results["about"]["seconds"]
         args.seconds += results["about"]["seconds"]

@@ -23,7 +23,7 @@ _OUTCOME = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", re.M)
 
 def files(of_exchanges: bool) -> list[str]:
     """Tests that need a card: those of several ranks, which start many processes, or all others."""
-    found = sorted((ROOT / "tests").glob("test_cuda*.py"), key=lambda path: len(path.name))
+    found = sorted((ROOT / "tests").glob("test_cuda*.py"))
     of_ranks = {"test_cuda_backend.py", "test_cuda_exchange.py"}
     return [str(path.relative_to(ROOT)) for path in found if (path.name in of_ranks) == of_exchanges]
 

@@ -4,7 +4,7 @@
 #include "kernels/halo_planes.h"
 #include "kernels/vectors.h"
 
-// The same where channels come last (band_rows.h): a block takes planes() of a pixel's channels and turns them around.
+// The same where channels come last (band_rows.h), and back: a block turns 16-bit numbers of a pixel's channels around.
 namespace torchtp::kernels {
 
 template <typename T>

@@ -4,8 +4,8 @@
 #include "kernels/halo_planes.h"
 #include "kernels/vectors.h"
 
-// How a block brings its tile of 16-bit numbers, with whatever halo it meets, into shared memory, and takes its results
-// from there, where channels come first.
+// How a block brings its tile of 16-bit numbers, with whatever halo it meets, into shared memory where channels come
+// first.
 namespace torchtp::kernels {
 
 // Whether rows can be brought half a chunk at a time, without passing registers, from columns on that are multiples of
@@ -74,13 +74,12 @@ struct EdgeHalves {
   }
 };
 
-// Those halves of a side; `origin`: the column of the input that is the first one of `piece`. kAhead: rows that a
-// thread has under way.
+// Those halves of a side; `origin`: the column of the input that is the first one of `piece`.
 template <int kThreads, typename T>
 TORCHTP_HOST_DEVICE void stage_edge_halves(const HaloPlanes<T>& in, const T* piece, int32_t columns, int32_t origin,
                                            const EdgeHalves& edge, const BandShape& shape, int64_t first_plane,
                                            int64_t num_planes, int32_t y0, int thread, T* tile) {
-  constexpr int kAhead = 2;
+  constexpr int kAhead = 2;  // rows that a thread has under way
   const int32_t all_rows = in.rows_above + in.height + in.rows_below, rows = shape.planes * shape.rows;
   for (int32_t half = edge.begin; half < edge.end; ++half) {
     const int32_t first = edge.x0 + 4 * half - origin;  // column of the piece
