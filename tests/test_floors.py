@@ -15,6 +15,7 @@ MAX_LINES = 400
 FLOORS = {
     "core": 0,
     "shm": 1,
+    "net": 1,
     "collectives": 2,
     "kernels": 2,
     "exchange": 3,
@@ -28,6 +29,7 @@ TORCH_HEADER = re.compile(r"(ATen|c10|torch|caffe2|pybind11)/|Python\.h")
 TORCH_FREE = {
     "core": r"(?!)",
     "shm": r"(?!)",
+    "net": r"(?!)",
     "collectives": r"(c10/util|torch/headeronly/util)/(Half|BFloat16|complex)\.h|c10/core/ScalarType\.h",
     "exchange": r"(?!)",
     "kernels": r"(c10/util|torch/headeronly/util|c10/cuda)/.*\.h",

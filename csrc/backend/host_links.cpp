@@ -26,7 +26,8 @@ constexpr int kParkAfter = 50;                                   // looks withou
 struct HostLinks::Message {
   int peer;  // -1: any
   at::Tensor buffer;
-  c10::intrusive_ptr<c10d::Work> work;  // null for no bytes; goes before the memory
+  c10::intrusive_ptr<c10d::Work> work;  // of the inner backend; null for no bytes; goes before the memory
+  net::Streams::MessagePtr stream;
 };
 
 struct HostLinks::Watched {
@@ -45,9 +46,9 @@ std::string peer_name(int peer) { return peer < 0 ? "a rank" : cat("rank ", peer
 
 }  // namespace
 
-HostLinks::HostLinks(c10::intrusive_ptr<c10d::Backend> inner, std::shared_ptr<shm::Group> host, int rank,
-                     const std::vector<int>& ranks)
-    : host_(std::move(host)), rank_(rank), ranks_(ranks), inner_(std::move(inner)) {
+HostLinks::HostLinks(c10::intrusive_ptr<c10d::Backend> inner, std::unique_ptr<net::Streams> streams,
+                     std::shared_ptr<shm::Group> host, int rank, const std::vector<int>& ranks)
+    : host_(std::move(host)), rank_(rank), ranks_(ranks), streams_(std::move(streams)), inner_(std::move(inner)) {
   for (const int peer : ranks_) {
     std::vector<char>& text = causes_[peer];
     text.resize(kCauseBytes);
@@ -59,7 +60,7 @@ HostLinks::~HostLinks() { close(""); }
 
 HostLinks::MessagePtr HostLinks::post(int peer, int tag, void* data, size_t num_bytes, bool sends) {
   auto buffer = at::from_blob(data, {static_cast<int64_t>(num_bytes)}, at::TensorOptions().dtype(at::kByte));
-  auto message = std::make_shared<Message>(Message{peer, std::move(buffer), nullptr});
+  auto message = std::make_shared<Message>(Message{peer, std::move(buffer), nullptr, nullptr});
   if (num_bytes == 0) return message;
   std::vector<at::Tensor> list{message->buffer};
   std::string trouble;
@@ -95,9 +96,39 @@ HostLinks::MessagePtr HostLinks::receive_any(int tag, void* data, size_t num_byt
   return post(-1, tag, data, num_bytes, false);
 }
 
+HostLinks::MessagePtr HostLinks::stream_to(int peer, const void* data, size_t num_bytes) {
+  return std::make_shared<Message>(Message{peer, {}, nullptr, streams_->send(peer, data, num_bytes)});
+}
+
+HostLinks::MessagePtr HostLinks::stream_from(int peer, void* data, size_t num_bytes) {
+  return std::make_shared<Message>(Message{peer, {}, nullptr, streams_->receive(peer, data, num_bytes)});
+}
+
+HostLinks::MessagePtr HostLinks::stream_from(int peer, size_t num_bytes, net::Streams::Arrived arrived) {
+  return std::make_shared<Message>(Message{peer, {}, nullptr, streams_->receive(peer, num_bytes, std::move(arrived))});
+}
+
 int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const std::string& call) {
-  if (!message->work) return message->peer;  // of no bytes
-  Watched watched{*message->work, deadline, call, message->peer, {host_->whereabouts(), *host_}};
+  if (message->stream) return wait_for_stream(*message, deadline, call);
+  return message->work ? wait_for_inner(*message, deadline, call) : message->peer;  // of no bytes
+}
+
+int HostLinks::wait_for_stream(const Message& message, const Deadline& deadline, const std::string& call) {
+  shm::LongWait long_wait{host_->whereabouts(), *host_};
+  for (int looks = 1;; ++looks) {
+    const net::Streams::State state = streams_->wait(*message.stream, kLook);
+    if (state == net::Streams::State::kDone) break;
+    host_->check();
+    if (state == net::Streams::State::kLost) fail_lost(message.peer, call, streams_->trouble(message.peer));
+    if (deadline.passed()) fail_late(message.peer, call);
+    if (looks == kLooksOfLongWait) long_wait.tell({call, peer_name(message.peer)});
+  }
+  long_wait.end();
+  return message.peer;
+}
+
+int HostLinks::wait_for_inner(const Message& message, const Deadline& deadline, const std::string& call) {
+  Watched watched{*message.work, deadline, call, message.peer, {host_->whereabouts(), *host_}};
   std::list<Watched*>::iterator entry;
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -113,7 +144,7 @@ int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const s
   bool done = false;
   std::string trouble;
   try {
-    done = message->work->wait(kForever);
+    done = message.work->wait(kForever);
   } catch (const std::exception& error) {
     trouble = error.what();
   }
@@ -123,18 +154,24 @@ int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const s
   }
   if (done) {
     watched.long_wait.end();
-    return message->peer >= 0 ? message->peer : message->work->sourceRank();
+    return message.peer >= 0 ? message.peer : message.work->sourceRank();
   }
   host_->check();
-  if (watched.late) {
-    fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer_name(message->peer),
-             " on another host, in ", call, ": its network is down, its host is gone, or it is late"));
-  }
-  const std::string told = message->peer < 0 ? "" : told_by(message->peer, kTellTime);
+  if (watched.late) fail_late(message.peer, call);
+  fail_lost(message.peer, call, trouble);
+}
+
+void HostLinks::fail_late(int peer, const std::string& call) {
+  fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer_name(peer), " on another host, in ", call,
+           ": its network is down, its host is gone, or it is late"));
+}
+
+void HostLinks::fail_lost(int peer, const std::string& call, const std::string& trouble) {
+  const std::string told = peer < 0 ? "" : told_by(peer, kTellTime);
+  host_->check();
   if (!told.empty()) fail(told);
   if (trouble.empty()) throw Error("the connections to other hosts have been closed");
-  fail(cat("rank ", rank_, " lost the connection to ", peer_name(message->peer), " on another host, in ", call, ": ",
-           trouble));
+  fail(cat("rank ", rank_, " lost the connection to ", peer_name(peer), " on another host, in ", call, ": ", trouble));
 }
 
 // What a peer told before it ended the connection, if it could.
@@ -233,6 +270,7 @@ void HostLinks::close(const std::string& cause) noexcept {
     if (!inner) return;
   }
   if (!cause.empty()) tell(*inner, cause);
+  streams_->close();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_ = true;

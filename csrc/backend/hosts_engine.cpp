@@ -58,7 +58,7 @@ bool same(const shm::Fingerprint& a, const shm::Fingerprint& b) {
 }  // namespace
 
 HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host,
-                         BackendPtr inner)
+                         BackendPtr inner, std::map<int, Fd> connections)
     : hosts_(std::move(hosts)),
       rank_(rank),
       size_(inner->getSize()),
@@ -67,7 +67,8 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
-      links_(std::make_shared<HostLinks>(std::move(inner), host_, rank, others(hosts_, here_.host))) {}
+      links_(std::make_shared<HostLinks>(std::move(inner), std::make_unique<net::Streams>(std::move(connections)), host_,
+                                         rank, others(hosts_, here_.host))) {}
 
 HostsEngine::~HostsEngine() { links_->close(""); }
 
@@ -145,10 +146,10 @@ std::vector<HostLinks::MessagePtr> HostsEngine::post(const std::vector<Transfer>
                                                      const std::vector<Transfer>& receives) {
   std::vector<HostLinks::MessagePtr> messages;
   for (const Transfer& each : receives) {
-    messages.push_back(links_->receive(each.peer, HostLinks::kCalls, each.data, each.num_bytes));
+    messages.push_back(links_->stream_from(each.peer, each.data, each.num_bytes));
   }
   for (const Transfer& each : sends) {
-    messages.push_back(links_->send(each.peer, HostLinks::kCalls, each.data, each.num_bytes));
+    messages.push_back(links_->stream_to(each.peer, each.data, each.num_bytes));
   }
   return messages;
 }
@@ -190,8 +191,8 @@ void HostsEngine::check_message(const at::Tensor& tensor, int peer, int tag, con
   check_tensor(tensor, what);
   TORCH_CHECK(peer >= 0 && peer < size_ && peer != rank_, "torchtp ", what,
               ": the peer must be another rank of the group (0 to ", size_ - 1, "), got ", peer, " on rank ", rank_);
-  TORCH_CHECK(tag >= 0 && tag < HostLinks::kCalls, "torchtp ", what, ": a group of several hosts has tags of 0 to ",
-              HostLinks::kCalls - 1, ", got ", tag);
+  TORCH_CHECK(tag >= 0 && tag < HostLinks::kCause, "torchtp ", what, ": a group of several hosts has tags of 0 to ",
+              HostLinks::kCause - 1, ", got ", tag);
 }
 
 std::shared_ptr<exchange::Exchange> HostsEngine::make_exchange() {

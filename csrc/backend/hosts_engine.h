@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,8 +23,10 @@ class HostsEngine : public Engine {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-  // hosts[h]: the ranks of host h, ascending. `host` is the group of this rank's host, `inner` one of all ranks.
-  HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host, BackendPtr inner);
+  // hosts[h]: the ranks of host h, ascending. `host` is the group of this rank's host, `inner` one of all ranks,
+  // `connections` go to each rank of the other hosts.
+  HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host, BackendPtr inner,
+              std::map<int, Fd> connections);
   ~HostsEngine() override;
 
   int rank() const override { return rank_; }

@@ -1,12 +1,16 @@
 #include "backend/make_engine.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <optional>
 
 #include "backend/hosts_engine.h"
 #include "backend/shared_memory_engine.h"
 #include "backend/store_bootstrap.h"
 #include "backend/work.h"
 #include "core/error.h"
+#include "net/connect.h"
 #include "shm/hosts.h"
 
 namespace torchtp::backend {
@@ -15,6 +19,28 @@ namespace {
 constexpr auto kLongestSearch = std::chrono::minutes(1);
 
 constexpr char kNoHosts[] = "cannot make a process group of several hosts";
+
+// To each rank that is not `here`.
+std::map<int, Fd> connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& here,
+                                std::chrono::milliseconds timeout) {
+  std::optional<net::Door> door;
+  const std::vector<std::string> introductions = shm::together(bootstrap, kNoHosts, [&] {
+    const char* const interfaces = std::getenv("GLOO_SOCKET_IFNAME");
+    door.emplace(interfaces != nullptr ? interfaces : "");
+    return door->introduction();
+  });
+  std::map<int, std::string> others;
+  for (int rank = 0; rank < bootstrap.size(); ++rank) {
+    if (std::find(here.begin(), here.end(), rank) == here.end()) others[rank] = introductions[rank];
+  }
+  std::map<int, Fd> connections;
+  shm::together(bootstrap, kNoHosts, [&] {
+    const Deadline deadline(std::min<std::chrono::milliseconds>(timeout, kLongestSearch));
+    connections = door->connect(bootstrap.rank(), others, deadline);
+    return std::string();
+  });
+  return connections;
+}
 
 std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::vector<std::vector<int>>& hosts,
                                           const shm::GroupOptions& group_options, const EngineOptions& options) {
@@ -31,9 +57,11 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
   });
   std::shared_ptr<HostsEngine> engine;
   try {
+    std::map<int, Fd> connections = connect_hosts(bootstrap, *here, options.timeout);
     shm::together(bootstrap, kNoHosts, [&] {
       engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group,
-                                             options.make_hosts_group(bootstrap.prefix() + "/hosts"));
+                                             options.make_hosts_group(bootstrap.prefix() + "/hosts"),
+                                             std::move(connections));
       return std::string();
     });
   } catch (const std::exception& error) {

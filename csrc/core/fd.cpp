@@ -1,5 +1,7 @@
 #include "core/fd.h"
 
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -19,6 +21,26 @@ Fd Fd::unix_socket() {
   return made;
 }
 
-Fd Fd::accept(const Fd& listener) { return Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)); }
+Fd Fd::tcp_socket(int family) {
+  Fd made(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!made) throw_errno("cannot make a TCP socket");
+  return made;
+}
+
+Fd Fd::event() {
+  Fd made(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!made) throw_errno("cannot make an eventfd");
+  return made;
+}
+
+Fd Fd::epoll() {
+  Fd made(::epoll_create1(EPOLL_CLOEXEC));
+  if (!made) throw_errno("cannot make an epoll descriptor");
+  return made;
+}
+
+Fd Fd::accept(const Fd& listener, int flags) {
+  return Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | flags));
+}
 
 }  // namespace torchtp

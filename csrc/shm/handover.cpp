@@ -1,7 +1,6 @@
 #include "shm/handover.h"
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -10,24 +9,13 @@
 #include <utility>
 
 #include "core/format.h"
+#include "core/random.h"
 
 namespace torchtp::shm {
 
 namespace {
 
 constexpr size_t kTokenLength = 32;
-
-// From the kernel: ranks forked from one parent share the seed of rand().
-std::string random_hex() {
-  std::array<unsigned char, kTokenLength / 2> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw_errno("getrandom");
-  std::string text;
-  for (const unsigned char byte : bytes) {
-    text += "0123456789abcdef"[byte >> 4];
-    text += "0123456789abcdef"[byte & 15];
-  }
-  return text;
-}
 
 // A name that starts with a zero byte is in no file system.
 socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
@@ -85,7 +73,7 @@ void send_descriptor(const Fd& socket, const Fd& file) {
 
 }  // namespace
 
-Handover::Handover() : address_(random_hex() + random_hex()), socket_(Fd::unix_socket()) {
+Handover::Handover() : address_(random_hex(kTokenLength / 2) + random_hex(kTokenLength / 2)), socket_(Fd::unix_socket()) {
   sockaddr_un address;
   const socklen_t length = abstract_address(address_.substr(0, kTokenLength), address);
   if (bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) throw_errno("cannot bind a UNIX socket");

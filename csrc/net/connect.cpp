@@ -1,0 +1,218 @@
+#include "net/connect.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <list>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "core/format.h"
+#include "core/random.h"
+
+namespace torchtp::net {
+namespace {
+
+constexpr size_t kTokenLength = 32;
+constexpr std::array<char, 8> kMagic{'t', 'o', 'r', 'c', 'h', 't', 'p', '1'};
+constexpr size_t kMostStrangers = 64;  // who have knocked and not said enough
+constexpr char kRemedy[] = "; the variable GLOO_SOCKET_IFNAME names the network interface that joins the hosts";
+
+using Token = std::array<char, kTokenLength>;
+
+// What the caller says; the other side answers with the caller's own token.
+struct Hello {
+  std::array<char, 8> magic;
+  int32_t from, to;
+  Token token;  // of the door
+};
+static_assert(sizeof(Hello) == 48);
+
+struct Introduction {
+  std::string address;
+  Token token;
+};
+
+Introduction read(const std::string& text) {
+  std::string host, port, token;
+  std::istringstream(text) >> host >> port >> token;
+  if (token.size() != kTokenLength) throw Error(cat("'", text, "' does not introduce a rank"));
+  Introduction read{cat(host, " ", port), {}};
+  token.copy(read.token.data(), kTokenLength);
+  return read;
+}
+
+// In a time that does not tell where they differ.
+bool same(const Token& a, const Token& b) {
+  unsigned char difference = 0;
+  for (size_t i = 0; i < kTokenLength; ++i) difference |= static_cast<unsigned char>(a[i] ^ b[i]);
+  return difference == 0;
+}
+
+// A connection that has not proved itself.
+struct Candidate {
+  Fd socket;
+  int peer;              // -1: has not said
+  bool connected;        // what was called may still be on its way
+  std::array<char, sizeof(Hello)> heard{};
+  size_t num_heard = 0;
+};
+
+void prepare(const Fd& socket) {
+  const int on = 1;  // small messages go at once
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+// Up to `size` bytes altogether. False: the other side has hung up.
+bool hear(Candidate& candidate, size_t size) {
+  while (candidate.num_heard < size) {
+    const ssize_t got =
+        recv(candidate.socket.get(), candidate.heard.data() + candidate.num_heard, size - candidate.num_heard, 0);
+    if (got == 0) return false;
+    if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+    candidate.num_heard += static_cast<size_t>(got);
+  }
+  return true;
+}
+
+template <typename Value>
+bool say(const Fd& socket, const Value& value) {  // into a socket that is still empty: all or nothing
+  return send(socket.get(), &value, sizeof(value), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(value));
+}
+
+class Connecting {
+ public:
+  Connecting(int rank, const Token& token, const Fd& listener, const std::map<int, std::string>& introductions)
+      : rank_(rank), token_(token), listener_(listener) {
+    for (const auto& [peer, text] : introductions) known_[peer] = read(text);
+  }
+
+  std::map<int, Fd> run(const Deadline& deadline) {
+    for (const auto& [peer, known] : known_) {
+      if (peer > rank_) call(peer, known);
+    }
+    while (made_.size() < known_.size()) {
+      std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
+      for (const Candidate& each : candidates_) {
+        entries.push_back({each.socket.get(), static_cast<short>(each.connected ? POLLIN : POLLOUT), 0});
+      }
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.left()).count();
+      if (poll(entries.data(), entries.size(), static_cast<int>(std::min<int64_t>(left + 1, 1000))) < 0 &&
+          errno != EINTR) {
+        throw_errno("poll");
+      }
+      if (deadline.passed()) give_up();
+      size_t index = 0;
+      for (auto each = candidates_.begin(); each != candidates_.end();) {
+        const bool ready = entries[++index].revents != 0;
+        const auto next = std::next(each);
+        if (ready && !(each->peer >= 0 ? go_on(*each) : listen_to(*each))) candidates_.erase(each);
+        each = next;
+      }
+      if (entries[0].revents != 0) let_in();
+    }
+    return std::move(made_);
+  }
+
+ private:
+  void call(int peer, const Introduction& known) {
+    const Address address = Address::parse(known.address);
+    Fd socket = Fd::tcp_socket(address.family());
+    prepare(socket);
+    if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) unreachable(peer, errno);
+    candidates_.push_back({std::move(socket), peer, false});
+  }
+
+  [[noreturn]] void unreachable(int peer, int error) const {
+    throw Error(cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy));
+  }
+
+  // Of those this rank called. False when nothing more is to be heard of it.
+  bool go_on(Candidate& candidate) {
+    const int peer = candidate.peer;
+    const Introduction& known = known_.at(peer);
+    if (!candidate.connected) {
+      int error = 0;
+      socklen_t length = sizeof(error);
+      getsockopt(candidate.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+      if (error != 0) unreachable(peer, error);
+      candidate.connected = true;
+      if (!say(candidate.socket, Hello{kMagic, rank_, peer, known.token})) unreachable(peer, errno);
+      return true;
+    }
+    if (!hear(candidate, kTokenLength)) unreachable(peer, ECONNRESET);
+    if (candidate.num_heard < kTokenLength) return true;
+    Token answer;
+    std::memcpy(answer.data(), candidate.heard.data(), answer.size());
+    if (!same(answer, token_)) throw Error(cat("somebody else answers for rank ", peer, " at ", known.address, kRemedy));
+    made_[peer] = std::move(candidate.socket);
+    return false;
+  }
+
+  void let_in() {
+    for (;;) {
+      Fd socket = Fd::accept(listener_, SOCK_NONBLOCK);
+      if (!socket) {
+        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) throw_errno("accept");
+        return;
+      }
+      prepare(socket);
+      const auto is_stranger = [](const Candidate& each) { return each.peer < 0; };
+      if (static_cast<size_t>(std::count_if(candidates_.begin(), candidates_.end(), is_stranger)) >= kMostStrangers) {
+        candidates_.erase(std::find_if(candidates_.begin(), candidates_.end(), is_stranger));
+      }
+      candidates_.push_back({std::move(socket), -1, true});
+    }
+  }
+
+  // To who called this rank. Whoever says anything wrong is dropped without a word.
+  bool listen_to(Candidate& candidate) {
+    if (!hear(candidate, sizeof(Hello))) return false;
+    if (candidate.num_heard < sizeof(Hello)) return true;
+    Hello hello;
+    std::memcpy(&hello, candidate.heard.data(), sizeof(hello));
+    const auto known = known_.find(hello.from);
+    if (hello.magic != kMagic || hello.to != rank_ || !same(hello.token, token_)) return false;
+    if (known == known_.end() || hello.from >= rank_ || made_.count(hello.from) != 0) return false;
+    if (!say(candidate.socket, known->second.token)) return false;
+    made_[hello.from] = std::move(candidate.socket);
+    return false;
+  }
+
+  [[noreturn]] void give_up() const {
+    for (const auto& [peer, known] : known_) {
+      if (made_.count(peer) != 0) continue;
+      if (peer > rank_) throw Error(cat("deadline passed while waiting for rank ", peer, " at ", known.address, kRemedy));
+      throw Error(cat("deadline passed while waiting for a call of rank ", peer, kRemedy));
+    }
+    throw Error("deadline passed");
+  }
+
+  const int rank_;
+  const Token token_;
+  const Fd& listener_;
+  std::map<int, Introduction> known_;
+  std::list<Candidate> candidates_;
+  std::map<int, Fd> made_;
+};
+
+}  // namespace
+
+Door::Door(const std::string& interfaces)
+    : address_(own_address(interfaces)), token_(random_hex(kTokenLength / 2)), listener_(listen_at(address_)) {}
+
+std::string Door::introduction() const { return cat(address_.text(), " ", token_); }
+
+std::map<int, Fd> Door::connect(int rank, const std::map<int, std::string>& introductions,
+                                const Deadline& deadline) const {
+  Token token;
+  token_.copy(token.data(), token.size());
+  return Connecting(rank, token, listener_, introductions).run(deadline);
+}
+
+}  // namespace torchtp::net

@@ -1,0 +1,245 @@
+#include "net/streams.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "core/format.h"
+
+namespace torchtp::net {
+namespace {
+
+constexpr size_t kMostAtOnce = size_t{1} << 20;  // bytes of one system call: then the other connections have their turn
+
+}  // namespace
+
+struct Streams::Connection {
+  int peer = -1;
+  Fd socket;
+  std::deque<Message*> sends, receives;
+  // As far as known; edges of epoll set them, the end of what the socket takes or has clears them.
+  bool writable = true, readable = true;
+  bool hung_up = false;  // reading goes on to the end
+  std::string trouble;   // why it is lost; empty while it is not
+  std::vector<std::byte> part;  // of what arrives for Arrived
+};
+
+struct Streams::Shared {
+  std::mutex mutex;                 // of all below, and of messages
+  std::condition_variable changed;  // a message is done or lost
+  std::condition_variable put_down;  // `held` has changed
+  std::map<int, Connection> connections;
+  const Message* held = nullptr;  // whose memory the thread reads or writes now
+  bool asleep = false;  // the thread: whoever has something for it rings
+  bool stopping = false;
+  const Fd epoll = Fd::epoll();
+  const Fd wake = Fd::event();
+
+  void lose(Connection& connection, const std::string& why);
+  void run();
+  bool step(Connection& connection, bool sends, std::unique_lock<std::mutex>& lock);
+  void wait_for_events();
+  void ring();
+};
+
+class Streams::Message {
+ public:
+  Message(std::shared_ptr<Shared> owner, int to_or_from, std::byte* memory, size_t size, bool is_send, Arrived act)
+      : shared(std::move(owner)), peer(to_or_from), data(memory), num_bytes(size), sends(is_send), arrived(std::move(act)) {}
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+
+  ~Message() {
+    std::unique_lock<std::mutex> lock(shared->mutex);
+    shared->put_down.wait(lock, [&] { return shared->held != this; });
+    if (done) return;
+    Connection& connection = shared->connections.at(peer);
+    auto& queue = sends ? connection.sends : connection.receives;
+    const auto place = std::find(queue.begin(), queue.end(), this);
+    if (place == queue.end()) return;  // lost
+    queue.erase(place);
+    shared->lose(connection, "a message was given up");
+  }
+
+  const std::shared_ptr<Shared> shared;
+  const int peer;
+  std::byte* const data;
+  const size_t num_bytes;
+  const bool sends;
+  const Arrived arrived;
+  size_t moved = 0;
+  bool done = false;
+};
+
+void Streams::Shared::lose(Connection& connection, const std::string& why) {
+  if (!connection.trouble.empty()) return;
+  connection.trouble = why;
+  connection.sends.clear();
+  connection.receives.clear();
+  shutdown(connection.socket.get(), SHUT_RDWR);  // a forked child may hold the socket, too
+  changed.notify_all();
+}
+
+// One system call, and what it brings. False when there is nothing to do for now.
+bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<std::mutex>& lock) {
+  auto& queue = sends ? connection.sends : connection.receives;
+  bool& ready = sends ? connection.writable : connection.readable;
+  if (queue.empty() || !ready) return false;
+  Message& message = *queue.front();
+  std::byte* place = message.data + message.moved;
+  size_t most = std::min(message.num_bytes - message.moved, kMostAtOnce);
+  const size_t in_part = message.moved % kPartBytes;
+  if (message.arrived) {
+    connection.part.resize(kPartBytes);
+    place = connection.part.data() + in_part;
+    most = std::min(most, kPartBytes - in_part);
+  }
+  held = &message;
+  lock.unlock();
+  const int socket = connection.socket.get();
+  const ssize_t moved = sends ? ::send(socket, place, most, MSG_NOSIGNAL) : ::recv(socket, place, most, 0);
+  const int error = errno;
+  const size_t now = moved > 0 ? static_cast<size_t>(moved) : 0;
+  const bool is_last = message.moved + now == message.num_bytes;
+  if (message.arrived && now > 0 && (is_last || in_part + now == kPartBytes)) {
+    message.arrived(connection.part.data(), message.moved - in_part, in_part + now);
+  }
+  lock.lock();
+  held = nullptr;
+  put_down.notify_all();
+  if (moved < 0 && error == EINTR) return true;
+  if (moved < 0 && (error == EAGAIN || error == EWOULDBLOCK)) {
+    ready = false;
+    return false;
+  }
+  if (moved <= 0) {
+    lose(connection, moved == 0 ? "it was closed by the other side" : std::strerror(error));
+    return false;
+  }
+  if (now < most && !connection.hung_up) ready = false;  // an edge tells when there is more
+  message.moved += now;
+  if (is_last && !queue.empty()) {
+    message.done = true;
+    queue.pop_front();
+    changed.notify_all();
+  }
+  return true;
+}
+
+void Streams::Shared::ring() {
+  if (!std::exchange(asleep, false)) return;
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake.get(), &one, sizeof(one));
+}
+
+void Streams::Shared::wait_for_events() {
+  std::array<epoll_event, 64> events;
+  const int found = epoll_wait(epoll.get(), events.data(), static_cast<int>(events.size()), -1);
+  for (int i = 0; i < found; ++i) {
+    if (events[i].data.ptr == nullptr) {
+      uint64_t count;
+      [[maybe_unused]] const ssize_t read = ::read(wake.get(), &count, sizeof(count));
+      continue;
+    }
+    Connection& connection = *static_cast<Connection*>(events[i].data.ptr);
+    const bool ends = events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+    connection.hung_up |= ends;
+    connection.writable |= ends || (events[i].events & EPOLLOUT);
+    connection.readable |= ends || (events[i].events & EPOLLIN);
+  }
+}
+
+void Streams::Shared::run() {
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!stopping) {
+    bool moved = false;
+    for (auto& [peer, connection] : connections) {
+      moved |= step(connection, true, lock);
+      moved |= step(connection, false, lock);
+    }
+    if (moved || stopping) continue;
+    asleep = true;
+    lock.unlock();
+    wait_for_events();
+    lock.lock();
+    asleep = false;
+  }
+}
+
+Streams::Streams(std::map<int, Fd> connections) : shared_(std::make_shared<Shared>()) {
+  const auto watch = [&](const Fd& fd, uint32_t what, void* pointer) {
+    epoll_event event{};
+    event.events = what;
+    event.data.ptr = pointer;
+    if (epoll_ctl(shared_->epoll.get(), EPOLL_CTL_ADD, fd.get(), &event) != 0) throw_errno("epoll_ctl");
+  };
+  watch(shared_->wake, EPOLLIN, nullptr);
+  for (auto& [peer, socket] : connections) {
+    Connection& made = shared_->connections[peer];
+    made.peer = peer;
+    made.socket = std::move(socket);
+    watch(made.socket, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &made);
+  }
+  thread_ = std::thread([shared = shared_] { shared->run(); });
+}
+
+Streams::~Streams() { close(); }
+
+bool Streams::reaches(int peer) const { return shared_->connections.count(peer) != 0; }
+
+Streams::MessagePtr Streams::post(int peer, std::byte* data, size_t num_bytes, bool sends, Arrived arrived) {
+  auto message = std::make_shared<Message>(shared_, peer, data, num_bytes, sends, std::move(arrived));
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  Connection& connection = shared_->connections.at(peer);
+  message->done = num_bytes == 0;
+  if (message->done || !connection.trouble.empty()) return message;
+  (sends ? connection.sends : connection.receives).push_back(message.get());
+  shared_->ring();
+  return message;
+}
+
+Streams::MessagePtr Streams::send(int peer, const void* data, size_t num_bytes) {
+  return post(peer, static_cast<std::byte*>(const_cast<void*>(data)), num_bytes, true, nullptr);
+}
+
+Streams::MessagePtr Streams::receive(int peer, void* data, size_t num_bytes) {
+  return post(peer, static_cast<std::byte*>(data), num_bytes, false, nullptr);
+}
+
+Streams::MessagePtr Streams::receive(int peer, size_t num_bytes, Arrived arrived) {
+  return post(peer, nullptr, num_bytes, false, std::move(arrived));
+}
+
+Streams::State Streams::wait(const Message& message, std::chrono::milliseconds patience) {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  const Connection& connection = shared_->connections.at(message.peer);
+  shared_->changed.wait_for(lock, patience, [&] { return message.done || !connection.trouble.empty(); });
+  return message.done ? State::kDone : connection.trouble.empty() ? State::kUnderWay : State::kLost;
+}
+
+std::string Streams::trouble(int peer) const {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->connections.at(peer).trouble;
+}
+
+void Streams::close() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->stopping = true;
+    for (auto& [peer, connection] : shared_->connections) shared_->lose(connection, "it was closed by this rank");
+    shared_->ring();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+}  // namespace torchtp::net

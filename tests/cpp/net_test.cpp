@@ -1,0 +1,295 @@
+// Connections between ranks, all of them over loopback: who is let in, and what the streams carry. Real hosts:
+// tests/test_hosts.py.
+#include <sys/socket.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "net/connect.h"
+#include "net/streams.h"
+#include "ranks.h"
+
+using torchtp::Deadline;
+using torchtp::Fd;
+using torchtp::test::error_of;
+using torchtp::test::run_threads;
+using namespace torchtp::net;
+using torchtp::shm::Bootstrap;
+
+namespace {
+
+using std::chrono::milliseconds;
+using Introductions = std::map<int, std::string>;
+
+const auto kSoon = std::chrono::seconds(60);
+constexpr char kLoopback[] = "lo";
+
+Introductions introduce(Bootstrap& bootstrap, const Door& door) {
+  const auto all = bootstrap.all_gather(door.introduction());
+  Introductions others;
+  for (int r = 0; r < bootstrap.size(); ++r) {
+    if (r != bootstrap.rank()) others[r] = all[r];
+  }
+  return others;
+}
+
+std::unique_ptr<Streams> connect(Bootstrap& bootstrap) {
+  const Door door(kLoopback);
+  const Introductions others = introduce(bootstrap, door);
+  auto streams = std::make_unique<Streams>(door.connect(bootstrap.rank(), others, Deadline(kSoon)));
+  bootstrap.all_gather("");
+  return streams;
+}
+
+void finish(Streams& streams, const Streams::MessagePtr& message) {
+  const Deadline deadline(kSoon);
+  while (!deadline.passed()) {
+    const Streams::State state = streams.wait(*message, milliseconds(1000));
+    CHECK(state != Streams::State::kLost);
+    if (state == Streams::State::kDone) return;
+  }
+  CHECK(!"done in time");
+}
+
+void until_lost(Streams& streams, const Streams::MessagePtr& message) {
+  const Deadline deadline(kSoon);
+  Streams::State state = Streams::State::kUnderWay;
+  while (state == Streams::State::kUnderWay && !deadline.passed()) state = streams.wait(*message, milliseconds(1000));
+  CHECK(state == Streams::State::kLost);
+}
+
+std::byte value_at(int from, int to, int message, size_t i) {
+  return static_cast<std::byte>(from * 37 + to * 101 + message * 7 + static_cast<int>(i * 13 + i / 251));
+}
+
+// Everybody sends everybody messages of any length, with several under way; half arrive in parts.
+void everybody_to_everybody(int size) {
+  constexpr int kMessages = 24;
+  run_threads(size, [&](Bootstrap& bootstrap) {
+    const auto streams = connect(bootstrap);
+    const int me = bootstrap.rank();
+    std::mt19937 both(5);  // the same on all ranks
+    std::vector<std::vector<std::byte>> memory;
+    std::vector<Streams::MessagePtr> messages;
+    std::vector<std::shared_ptr<std::vector<size_t>>> parts;
+    struct Check {
+      int from, message;
+      size_t memory;
+    };
+    std::vector<Check> checks;
+    for (int k = 0; k < kMessages; ++k) {
+      for (int from = 0; from < size; ++from) {
+        for (int to = 0; to < size; ++to) {
+          const uint32_t kind = both();
+          const size_t num_bytes = kind % 5 == 0 ? 0 : kind % 5 < 3 ? kind % 3000 : kind % 3'000'000;
+          const bool in_parts = both() % 2 == 0;
+          if (from == to || (from != me && to != me)) continue;
+          std::vector<std::byte>& bytes = memory.emplace_back(num_bytes);
+          if (from == me) {
+            for (size_t i = 0; i < num_bytes; ++i) bytes[i] = value_at(from, to, k, i);
+            messages.push_back(streams->send(to, bytes.data(), num_bytes));
+          } else if (in_parts) {
+            std::byte* const place = bytes.data();
+            auto expected = parts.emplace_back(std::make_shared<std::vector<size_t>>());
+            messages.push_back(
+                streams->receive(from, num_bytes, [place, expected](const std::byte* part, size_t offset, size_t count) {
+                  expected->push_back(offset);
+                  std::memcpy(place + offset, part, count);
+                }));
+            checks.push_back({from, k, memory.size() - 1});
+          } else {
+            messages.push_back(streams->receive(from, bytes.data(), num_bytes));
+            checks.push_back({from, k, memory.size() - 1});
+          }
+        }
+      }
+    }
+    for (const auto& message : messages) finish(*streams, message);
+    for (const Check& check : checks) {
+      const auto& bytes = memory[check.memory];
+      for (size_t i = 0; i < bytes.size(); ++i) {
+        if (bytes[i] != value_at(check.from, me, check.message, i)) CHECK(!"the bytes that were sent");
+      }
+    }
+    for (const auto& offsets : parts) {
+      for (size_t i = 0; i < offsets->size(); ++i) CHECK_EQUAL((*offsets)[i], i * Streams::kPartBytes);
+    }
+    bootstrap.all_gather("");
+  });
+}
+
+void a_peer_that_goes_is_a_lost_message() {
+  run_threads(3, [](Bootstrap& bootstrap) {
+    auto streams = connect(bootstrap);
+    if (bootstrap.rank() == 1) {
+      const int last = 5;
+      const auto sent = streams->send(0, &last, sizeof(last));
+      finish(*streams, sent);
+      streams.reset();
+      bootstrap.all_gather("");
+      return;
+    }
+    if (bootstrap.rank() == 0) {
+      int first = 0, second = 0;
+      const auto one = streams->receive(1, &first, sizeof(first)), two = streams->receive(1, &second, sizeof(second));
+      until_lost(*streams, two);
+      finish(*streams, one);  // what was sent before arrives
+      CHECK_EQUAL(first, 5);
+      CHECK_CONTAINS(streams->trouble(1), "closed by the other side");
+      std::vector<std::byte> much(64 << 20);
+      until_lost(*streams, streams->send(1, much.data(), much.size()));
+    }
+    bootstrap.all_gather("");
+    int word = 7;  // the others go on
+    if (bootstrap.rank() == 0) {
+      finish(*streams, streams->send(2, &word, sizeof(word)));
+    } else {
+      word = 0;
+      finish(*streams, streams->receive(0, &word, sizeof(word)));
+      CHECK_EQUAL(word, 7);
+    }
+  });
+}
+
+void a_message_given_up_ends_its_connection() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    const auto streams = connect(bootstrap);
+    std::vector<std::byte> much(32 << 20);
+    if (bootstrap.rank() == 0) {
+      auto half = std::make_unique<std::vector<std::byte>>(32 << 20);
+      auto message = streams->receive(1, half->data(), half->size());
+      streams->wait(*message, milliseconds(1));
+      message.reset();
+      half.reset();  // nothing is written here any more
+      until_lost(*streams, streams->receive(1, much.data(), 1));
+      CHECK_CONTAINS(streams->trouble(1), "given up");
+    } else {
+      auto one = streams->send(0, much.data(), much.size());
+      until_lost(*streams, streams->receive(0, much.data(), 1));
+    }
+    bootstrap.all_gather("");
+  });
+}
+
+void waiting_ends_with_close() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    const auto streams = connect(bootstrap);
+    int word = 0;
+    const auto message = streams->receive(1 - bootstrap.rank(), &word, sizeof(word));
+    CHECK(streams->wait(*message, milliseconds(1)) == Streams::State::kUnderWay);
+    std::thread other([&] { streams->close(); });
+    until_lost(*streams, message);
+    other.join();
+    bootstrap.all_gather("");
+  });
+}
+
+Fd knock(const std::string& introduction) {
+  const std::string where = introduction.substr(0, introduction.rfind(' '));
+  const Address address = Address::parse(where);
+  Fd socket = Fd::tcp_socket(address.family());
+  CHECK(connect(socket.get(), address.get(), address.length) == 0 || errno == EINPROGRESS);
+  return socket;
+}
+
+// While ranks connect, anybody else says anything, or nothing, or a part of the right thing.
+void strangers_do_not_get_in() {
+  run_threads(3, [](Bootstrap& bootstrap) {
+    const Door door(kLoopback);
+    const Introductions others = introduce(bootstrap, door);
+    std::vector<Fd> strangers;
+    std::mt19937 random(static_cast<unsigned>(bootstrap.rank()) + 3);
+    for (int i = 0; i < 150; ++i) {
+      strangers.push_back(knock(door.introduction()));
+      std::string nonsense(random() % 80, '\0');
+      for (char& letter : nonsense) letter = static_cast<char>(random());
+      if (i % 3 == 0) nonsense = "torchtp1" + nonsense;
+      [[maybe_unused]] const ssize_t sent =
+          send(strangers.back().get(), nonsense.data(), nonsense.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (i % 5 == 0) strangers.pop_back();
+    }
+    bootstrap.all_gather("");
+    Streams streams(door.connect(bootstrap.rank(), others, Deadline(kSoon)));
+    bootstrap.all_gather("");
+    int word = bootstrap.rank() + 10;
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == bootstrap.rank()) continue;
+      int got = 0;
+      const auto out = streams.send(peer, &word, sizeof(word));
+      finish(streams, streams.receive(peer, &got, sizeof(got)));
+      finish(streams, out);
+      CHECK_EQUAL(got, peer + 10);
+    }
+    bootstrap.all_gather("");
+  });
+}
+
+// Rank 1 answers at another address than it says, or with another token.
+void a_wrong_door_is_an_error() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    const Door door(kLoopback);
+    Introductions others = introduce(bootstrap, door);
+    std::string& peer = others.begin()->second;
+    peer.replace(peer.size() - 32, 32, std::string(32, 'x'));
+    const std::string error =
+        error_of([&] { door.connect(bootstrap.rank(), others, Deadline(milliseconds(1500))); });
+    CHECK_CONTAINS(error, "rank");
+    CHECK_CONTAINS(error, "GLOO_SOCKET_IFNAME");
+    bootstrap.all_gather("");
+  });
+}
+
+void who_does_not_come_is_named() {
+  const Door door(kLoopback), other(kLoopback);
+  const std::string late =
+      error_of([&] { door.connect(1, {{0, other.introduction()}}, Deadline(milliseconds(50))); });
+  CHECK_CONTAINS(late, "waiting for a call of rank 0");
+  const std::string silent =
+      error_of([&] { door.connect(0, {{3, other.introduction()}}, Deadline(milliseconds(50))); });
+  CHECK_CONTAINS(silent, "waiting for rank 3 at 127.0.0.1");
+  std::string closed;
+  {
+    const Door gone(kLoopback);
+    closed = gone.introduction();
+  }
+  CHECK_CONTAINS(error_of([&] { door.connect(0, {{3, closed}}, Deadline(kSoon)); }), "cannot connect to rank 3");
+}
+
+void nonsense_is_no_introduction() {
+  const Door door(kLoopback);
+  const std::string token(32, 'a');
+  for (const std::string& text : {std::string(), std::string("127.0.0.1 5"), "127.0.0.1 5 " + token + "b",
+                                  "nobody.example 5 " + token, "127.0.0.1 port " + token, "1.2.3 999999 x " + token}) {
+    error_of([&] { door.connect(0, {{1, text}}, Deadline(kSoon)); });
+  }
+}
+
+void the_interface_is_the_one_that_is_named() {
+  CHECK_EQUAL(own_address("none0,lo").text(), "127.0.0.1 0");
+  CHECK_THROWS(own_address("none0"), "GLOO_SOCKET_IFNAME='none0' names no network interface");
+  CHECK(own_address("").length > 0);
+  const Address six = Address::parse("::1 4711");
+  CHECK_EQUAL(six.text(), "::1 4711");
+}
+
+}  // namespace
+
+int main() {
+  return torchtp::test::run({
+      {"everybody to everybody, 2 ranks", [] { everybody_to_everybody(2); }},
+      {"everybody to everybody, 4 ranks", [] { everybody_to_everybody(4); }},
+      {"a peer that goes is a lost message", a_peer_that_goes_is_a_lost_message},
+      {"a message given up ends its connection", a_message_given_up_ends_its_connection},
+      {"waiting ends with close", waiting_ends_with_close},
+      {"strangers do not get in", strangers_do_not_get_in},
+      {"a wrong door is an error", a_wrong_door_is_an_error},
+      {"who does not come is named", who_does_not_come_is_named},
+      {"nonsense is no introduction", nonsense_is_no_introduction},
+      {"the interface is the one that is named", the_interface_is_the_one_that_is_named},
+  });
+}
