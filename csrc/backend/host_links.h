@@ -18,10 +18,11 @@
 
 namespace torchtp::backend {
 
-// Messages of bytes between ranks of different hosts: those of collectives over streams of our own, those of users and of
-// exchanges over point-to-point calls of an inner backend (gloo), which also reach ranks of the same host. Messages of one
-// pair and tag arrive in the order sent; both sides know their size, and nothing is sent for none. A wait ends with its
-// message, at its deadline, when the connection is lost, and when the group of this host is aborted. Thread-safe.
+// Messages of bytes between ranks of different hosts: those of collectives over streams of our own, those of users and
+// of exchanges over point-to-point calls of an inner backend (gloo), which also reach ranks of the same host. Messages
+// of one pair and tag arrive in the order sent; both sides know their size, and nothing is sent for none. A wait ends
+// with its message, at its deadline, when the connection is lost, and when the group of this host is aborted.
+// Thread-safe.
 //
 // A lost connection aborts the host's group, with the cause that the other side told before it went, if it could.
 class HostLinks {
@@ -39,8 +40,8 @@ class HostLinks {
   HostLinks(const HostLinks&) = delete;
   HostLinks& operator=(const HostLinks&) = delete;
 
-  // Of collectives, to and from ranks of other hosts. The memory must stay as it is until the message has been waited for
-  // or dropped; one that is dropped before ends the connection.
+  // Of collectives, to and from ranks of other hosts. The memory must stay as it is until the message has been waited
+  // for or dropped; one that is dropped before ends the connection.
   MessagePtr stream_to(int peer, const void* data, size_t num_bytes);
   MessagePtr stream_from(int peer, void* data, size_t num_bytes);
   MessagePtr stream_from(int peer, size_t num_bytes, net::Streams::Arrived arrived);

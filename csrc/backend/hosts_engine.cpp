@@ -67,8 +67,8 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
-      links_(std::make_shared<HostLinks>(std::move(inner), std::make_unique<net::Streams>(std::move(connections)), host_,
-                                         rank, others(hosts_, here_.host))) {}
+      links_(std::make_shared<HostLinks>(std::move(inner), std::make_unique<net::Streams>(std::move(connections)),
+                                         host_, rank, others(hosts_, here_.host))) {}
 
 HostsEngine::~HostsEngine() { links_->close(""); }
 

@@ -5,6 +5,7 @@
 #include <array>
 #include <utility>
 
+#include "backend/dense.h"
 #include "backend/hosts_engine.h"
 #include "collectives/allreduce.h"
 
@@ -14,7 +15,7 @@ namespace {
 using collectives::partial_op;
 using collectives::Piece;
 
-constexpr size_t kBlockBytes = size_t{4} << 20;
+constexpr size_t kBlockBytes = size_t{1} << 20;
 // A block's area is written again four blocks later: two to go between hosts, one until all have read what came of it.
 constexpr int kNumAreas = 4;
 // Up to here each host adds up everything, with one message between two hosts instead of two. Of two hosts always: as
@@ -27,7 +28,8 @@ constexpr size_t kDirectBytes = size_t{2} << 20;
 //   stage    what others of this host own is copied to where they can read it
 //   (round)
 //   gather   the owner of a piece adds it up over this host, and sends to each other host the share which that one sums
-//   combine  the owner adds up its share of the piece over the hosts, and sends the sum to them
+//   combine  the owner adds up its share of the piece over the hosts, and sends the sum to them; of two hosts part by
+//            part as it arrives, while it is in the cache
 //   (round)  after the other hosts' shares have come
 //   spread   everybody takes the pieces from their owners
 // Where the data of all ranks lie in the heap, or a host has one rank, they are worked on where they are.
@@ -51,9 +53,10 @@ class HostsEngine::Blocks {
 
   void run() {
     meet();
+    const int64_t under_way = direct_ ? 2 : 1;  // turns that what is gathered has to travel
     for (int64_t turn = 0; turn < num_blocks_ + 2; ++turn) {
       if (turn < num_blocks_ && way_ == Way::kStaged) stage(turn);
-      if (turn >= 1 && turn <= num_blocks_) combine(turn - 1);
+      if (turn >= under_way && turn < num_blocks_ + under_way) combine(turn - under_way);
       if (turn >= 2) engine_.finish(std::exchange(sums_[turn % 2], {}), print_);
       host_.round(print_);
       if (turn < num_blocks_) gather(turn);
@@ -92,9 +95,12 @@ class HostsEngine::Blocks {
       collectives::allreduce(engine_.call(print_), data_, count_, dtype_, partial_op(op_));
     }
     if (way_ == Way::kAlone || way_ == Way::kSlots) places_[me_] = data_;
+    adds_on_arrival_ = engine_.num_hosts() == 2 && (way_ == Way::kInPlace || way_ == Way::kStaged);
     const int64_t most = std::min(block_, count_);
-    incoming_ = at::empty({static_cast<int64_t>(most * item_bytes_ * (engine_.num_hosts() - 1))},
-                          at::TensorOptions().dtype(at::kByte));
+    for (at::Tensor& each : between_) {
+      each = at::empty({static_cast<int64_t>(most * item_bytes_ * (engine_.num_hosts() - 1))},
+                       at::TensorOptions().dtype(at::kByte));
+    }
   }
 
   void find(size_t num_bytes) {
@@ -122,10 +128,6 @@ class HostsEngine::Blocks {
     return {piece.begin + part.begin, piece.begin + part.end};
   }
 
-  Transfer transfer(int h, int piece, std::byte* base, const Range& range) const {
-    return {engine_.carrier(h, piece), base + range.begin * item_bytes_, range.count() * item_bytes_};
-  }
-
   void stage(int64_t block) const {
     for_each_piece(block, [&](int, int owner, const Range& piece) {
       const size_t offset = piece.begin * item_bytes_;
@@ -135,37 +137,60 @@ class HostsEngine::Blocks {
   }
 
   void gather(int64_t block) {
-    std::vector<Transfer> sends, receives;
-    std::byte* const mine = place_of(block, me_);
-    std::byte* arriving = arrivals();
+    std::byte* arriving = bytes_of(between_[block % 2]);
     for_each_piece(block, [&](int i, int owner, const Range& piece) {
       if (owner != me_) return;
-      if (way_ == Way::kInPlace || way_ == Way::kStaged) reduce_here(block, piece);
+      if (adds_on_arrival_) return swap(block, i, piece);
+      if (way_ == Way::kInPlace || way_ == Way::kStaged) reduce_here(block, piece, place_of(block, me_));
       const Range share = share_of(piece, engine_.here_.host);
       for (int h = 0; h < engine_.num_hosts(); ++h) {
         if (h == engine_.here_.host) continue;
-        receives.push_back({engine_.carrier(h, i), arriving, share.count() * item_bytes_});
-        arriving += receives.back().num_bytes;
-        sends.push_back(transfer(h, i, mine, share_of(piece, h)));
+        const size_t num_bytes = share.count() * item_bytes_;
+        partials_[block % 2].push_back(engine_.links_->stream_from(engine_.carrier(h, i), arriving, num_bytes));
+        arriving += num_bytes;
+        partials_[block % 2].push_back(send(h, i, place_of(block, me_), share_of(piece, h)));
       }
     });
-    partials_ = engine_.post(sends, receives);
   }
 
-  void reduce_here(int64_t block, const Range& piece) const {
+  // With the other of two hosts.
+  void swap(int64_t block, int index, const Range& piece) {
+    std::byte* const here = bytes_of(between_[block % 2]);
+    reduce_here(block, piece, here);
+    const int other = 1 - engine_.here_.host;
+    const size_t begin = piece.begin * item_bytes_, num_bytes = piece.count() * item_bytes_;
+    const auto add = [this, block, here, begin](const std::byte* part, size_t offset, size_t part_bytes) {
+      const size_t at = begin + offset;
+      Inputs inputs{here + at, part};
+      if (engine_.here_.host == 1) std::swap(inputs[0], inputs[1]);
+      std::byte* const sum = data_of(block) + at;
+      collectives::reduce_inputs(sum, inputs, static_cast<int64_t>(part_bytes / item_bytes_), dtype_, op_,
+                                 engine_.size_);
+      collectives::copy_bytes(place_of(block, me_) + at, sum, part_bytes);
+    };
+    partials_[block % 2].push_back(engine_.links_->stream_from(engine_.carrier(other, index), num_bytes, add));
+    partials_[block % 2].push_back(send(other, index, here, piece));
+  }
+
+  HostLinks::MessagePtr send(int h, int index, const std::byte* base, const Range& range) {
+    return engine_.links_->stream_to(engine_.carrier(h, index), base + range.begin * item_bytes_,
+                                     range.count() * item_bytes_);
+  }
+
+  void reduce_here(int64_t block, const Range& piece, std::byte* base) const {
     const size_t offset = piece.begin * item_bytes_;
     Inputs inputs;
     for (int r = 0; r < host_.size(); ++r) {
       inputs.push_back((r == me_ ? data_of(block) : place_of(block, r)) + offset);
     }
-    collectives::reduce_inputs(place_of(block, me_) + offset, inputs, piece.count(), dtype_, partial_op(op_));
+    collectives::reduce_inputs(base + offset, inputs, piece.count(), dtype_, partial_op(op_));
   }
 
   void combine(int64_t block) {
-    engine_.finish(std::exchange(partials_, {}), print_);
-    std::vector<Transfer> sends, receives;
+    engine_.finish(std::exchange(partials_[block % 2], {}), print_);
+    if (adds_on_arrival_) return;
     std::byte* const mine = place_of(block, me_);
-    const std::byte* arrived = arrivals();
+    const std::byte* arrived = bytes_of(between_[block % 2]);
     for_each_piece(block, [&](int i, int owner, const Range& piece) {
       if (owner != me_) return;
       const Range share = share_of(piece, engine_.here_.host);
@@ -177,11 +202,12 @@ class HostsEngine::Blocks {
       collectives::reduce_inputs(sum, inputs, share.count(), dtype_, op_, engine_.size_);
       for (int h = 0; h < engine_.num_hosts() && !direct_; ++h) {
         if (h == engine_.here_.host) continue;
-        receives.push_back(transfer(h, i, mine, share_of(piece, h)));
-        sends.push_back(transfer(h, i, mine, share));
+        const Range theirs = share_of(piece, h);
+        sums_[block % 2].push_back(engine_.links_->stream_from(engine_.carrier(h, i), mine + theirs.begin * item_bytes_,
+                                                               theirs.count() * item_bytes_));
+        sums_[block % 2].push_back(send(h, i, mine, share));
       }
     });
-    sums_[block % 2] = engine_.post(sends, receives);
   }
 
   void spread(int64_t block) const {
@@ -196,11 +222,10 @@ class HostsEngine::Blocks {
     }
     for_each_piece(block, [&](int, int owner, const Range& piece) {
       const size_t offset = piece.begin * item_bytes_;
+      if (owner == me_ && adds_on_arrival_) return;  // it is there
       collectives::copy_bytes(data_of(block) + offset, place_of(block, owner) + offset, piece.count() * item_bytes_);
     });
   }
-
-  std::byte* arrivals() const { return static_cast<std::byte*>(incoming_.data_ptr()); }
 
   HostsEngine& engine_;
   shm::Group& host_;
@@ -215,10 +240,12 @@ class HostsEngine::Blocks {
   const int me_;  // among the ranks of the host
   const bool direct_;
   Way way_ = Way::kAlone;
+  bool adds_on_arrival_ = false;
   std::vector<std::byte*> places_;  // of each rank of the host
-  at::Tensor incoming_;             // of the block that is gathered
-  std::vector<HostLinks::MessagePtr> partials_;
-  std::array<std::vector<HostLinks::MessagePtr>, 2> sums_;  // of even and odd blocks
+  // Of even and odd blocks. Between hosts lies what arrives, or the sums of this host, which are on their way while
+  // what arrives is added to them.
+  std::array<at::Tensor, 2> between_;
+  std::array<std::vector<HostLinks::MessagePtr>, 2> partials_, sums_;
 };
 
 void HostsEngine::reduce_in_blocks(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype,

@@ -20,10 +20,10 @@ class Fd {
     return *this;
   }
 
-  static Fd memory(const char* name);    // an anonymous file that can be sealed
-  static Fd unix_socket();               // of messages, not yet bound or connected
-  static Fd tcp_socket(int family);      // likewise; never blocks
-  static Fd event();                     // a counter to wake a thread by; never blocks
+  static Fd memory(const char* name);  // an anonymous file that can be sealed
+  static Fd unix_socket();             // of messages, not yet bound or connected
+  static Fd tcp_socket(int family);    // likewise; never blocks
+  static Fd event();                   // a counter to wake a thread by; never blocks
   static Fd epoll();
   // May hold nothing when the caller has hung up meanwhile. `flags`: SOCK_NONBLOCK.
   static Fd accept(const Fd& listener, int flags = 0);

@@ -57,8 +57,8 @@ bool same(const Token& a, const Token& b) {
 // A connection that has not proved itself.
 struct Candidate {
   Fd socket;
-  int peer;              // -1: has not said
-  bool connected;        // what was called may still be on its way
+  int peer;        // -1: has not said
+  bool connected;  // what was called may still be on its way
   std::array<char, sizeof(Hello)> heard{};
   size_t num_heard = 0;
 };
@@ -129,7 +129,8 @@ class Connecting {
   }
 
   [[noreturn]] void unreachable(int peer, int error) const {
-    throw Error(cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy));
+    throw Error(
+        cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy));
   }
 
   // Of those this rank called. False when nothing more is to be heard of it.
@@ -149,7 +150,8 @@ class Connecting {
     if (candidate.num_heard < kTokenLength) return true;
     Token answer;
     std::memcpy(answer.data(), candidate.heard.data(), answer.size());
-    if (!same(answer, token_)) throw Error(cat("somebody else answers for rank ", peer, " at ", known.address, kRemedy));
+    if (!same(answer, token_))
+      throw Error(cat("somebody else answers for rank ", peer, " at ", known.address, kRemedy));
     made_[peer] = std::move(candidate.socket);
     return false;
   }
@@ -187,7 +189,8 @@ class Connecting {
   [[noreturn]] void give_up() const {
     for (const auto& [peer, known] : known_) {
       if (made_.count(peer) != 0) continue;
-      if (peer > rank_) throw Error(cat("deadline passed while waiting for rank ", peer, " at ", known.address, kRemedy));
+      if (peer > rank_)
+        throw Error(cat("deadline passed while waiting for rank ", peer, " at ", known.address, kRemedy));
       throw Error(cat("deadline passed while waiting for a call of rank ", peer, kRemedy));
     }
     throw Error("deadline passed");

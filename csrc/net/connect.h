@@ -19,8 +19,8 @@ class Door {
   // For the others, through the bootstrap: "10.0.0.1 4711 <token>".
   std::string introduction() const;
 
-  // A connection to each rank of `introductions`; collective among them. Throws when one has not come by the deadline or
-  // cannot be reached.
+  // A connection to each rank of `introductions`; collective among them. Throws when one has not come by the deadline
+  // or cannot be reached.
   std::map<int, Fd> connect(int rank, const std::map<int, std::string>& introductions, const Deadline& deadline) const;
 
  private:

@@ -29,18 +29,18 @@ struct Streams::Connection {
   std::deque<Message*> sends, receives;
   // As far as known; edges of epoll set them, the end of what the socket takes or has clears them.
   bool writable = true, readable = true;
-  bool hung_up = false;  // reading goes on to the end
-  std::string trouble;   // why it is lost; empty while it is not
+  bool hung_up = false;         // reading goes on to the end
+  std::string trouble;          // why it is lost; empty while it is not
   std::vector<std::byte> part;  // of what arrives for Arrived
 };
 
 struct Streams::Shared {
-  std::mutex mutex;                 // of all below, and of messages
-  std::condition_variable changed;  // a message is done or lost
+  std::mutex mutex;                  // of all below, and of messages
+  std::condition_variable changed;   // a message is done or lost
   std::condition_variable put_down;  // `held` has changed
   std::map<int, Connection> connections;
   const Message* held = nullptr;  // whose memory the thread reads or writes now
-  bool asleep = false;  // the thread: whoever has something for it rings
+  bool asleep = false;            // the thread: whoever has something for it rings
   bool stopping = false;
   const Fd epoll = Fd::epoll();
   const Fd wake = Fd::event();
@@ -55,7 +55,12 @@ struct Streams::Shared {
 class Streams::Message {
  public:
   Message(std::shared_ptr<Shared> owner, int to_or_from, std::byte* memory, size_t size, bool is_send, Arrived act)
-      : shared(std::move(owner)), peer(to_or_from), data(memory), num_bytes(size), sends(is_send), arrived(std::move(act)) {}
+      : shared(std::move(owner)),
+        peer(to_or_from),
+        data(memory),
+        num_bytes(size),
+        sends(is_send),
+        arrived(std::move(act)) {}
   Message(const Message&) = delete;
   Message& operator=(const Message&) = delete;
 

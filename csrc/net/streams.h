@@ -20,7 +20,8 @@ class Streams {
   class Message;
   // Dropped before it is done, it ends its connection: the bytes of the next would be taken for the rest of this.
   using MessagePtr = std::shared_ptr<Message>;
-  // Called on the thread with each part of what arrives, in order; parts begin at multiples of kPartBytes. Must not throw.
+  // Called on the thread with each part of what arrives, in order; parts begin at multiples of kPartBytes. Must not
+  // throw.
   using Arrived = std::function<void(const std::byte* part, size_t offset, size_t num_bytes)>;
 
   static constexpr size_t kPartBytes = size_t{256} << 10;

@@ -73,7 +73,8 @@ void send_descriptor(const Fd& socket, const Fd& file) {
 
 }  // namespace
 
-Handover::Handover() : address_(random_hex(kTokenLength / 2) + random_hex(kTokenLength / 2)), socket_(Fd::unix_socket()) {
+Handover::Handover()
+    : address_(random_hex(kTokenLength / 2) + random_hex(kTokenLength / 2)), socket_(Fd::unix_socket()) {
   sockaddr_un address;
   const socklen_t length = abstract_address(address_.substr(0, kTokenLength), address);
   if (bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) throw_errno("cannot bind a UNIX socket");

@@ -96,11 +96,11 @@ void everybody_to_everybody(int size) {
           } else if (in_parts) {
             std::byte* const place = bytes.data();
             auto expected = parts.emplace_back(std::make_shared<std::vector<size_t>>());
-            messages.push_back(
-                streams->receive(from, num_bytes, [place, expected](const std::byte* part, size_t offset, size_t count) {
-                  expected->push_back(offset);
-                  std::memcpy(place + offset, part, count);
-                }));
+            messages.push_back(streams->receive(from, num_bytes,
+                                                [place, expected](const std::byte* part, size_t offset, size_t count) {
+                                                  expected->push_back(offset);
+                                                  std::memcpy(place + offset, part, count);
+                                                }));
             checks.push_back({from, k, memory.size() - 1});
           } else {
             messages.push_back(streams->receive(from, bytes.data(), num_bytes));
@@ -236,8 +236,7 @@ void a_wrong_door_is_an_error() {
     Introductions others = introduce(bootstrap, door);
     std::string& peer = others.begin()->second;
     peer.replace(peer.size() - 32, 32, std::string(32, 'x'));
-    const std::string error =
-        error_of([&] { door.connect(bootstrap.rank(), others, Deadline(milliseconds(1500))); });
+    const std::string error = error_of([&] { door.connect(bootstrap.rank(), others, Deadline(milliseconds(1500))); });
     CHECK_CONTAINS(error, "rank");
     CHECK_CONTAINS(error, "GLOO_SOCKET_IFNAME");
     bootstrap.all_gather("");
@@ -246,8 +245,7 @@ void a_wrong_door_is_an_error() {
 
 void who_does_not_come_is_named() {
   const Door door(kLoopback), other(kLoopback);
-  const std::string late =
-      error_of([&] { door.connect(1, {{0, other.introduction()}}, Deadline(milliseconds(50))); });
+  const std::string late = error_of([&] { door.connect(1, {{0, other.introduction()}}, Deadline(milliseconds(50))); });
   CHECK_CONTAINS(late, "waiting for a call of rank 0");
   const std::string silent =
       error_of([&] { door.connect(0, {{3, other.introduction()}}, Deadline(milliseconds(50))); });
