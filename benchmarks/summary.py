@@ -16,7 +16,7 @@ from benchmarks.common import RESULTS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.summary --write -->\n", "<!-- end of figures -->\n"
-BENCHMARKS = ("train_step", "memory", "exchange", "allreduce", "collectives", "gradients", "dispatch")
+BENCHMARKS = ("train_step", "memory", "exchange", "allreduce", "collectives", "hosts", "gradients", "dispatch")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -27,6 +27,10 @@ def read(name: str) -> dict[str, Any]:
 def _between(ratios: list[float]) -> str:
     low, high = min(ratios), max(ratios)
     return f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g} to {high:.3g}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 10} KiB" if num_bytes < 1 << 20 else f"{num_bytes >> 20} MiB"
 
 
 def _figures() -> Iterator[tuple[str, str]]:
@@ -45,7 +49,7 @@ def _figures() -> Iterator[tuple[str, str]]:
         yield f"halos, {label}: gloo : torchtp", _between(ratios)
     for row in read("allreduce")["rows"]:
         if row["bytes"] in (8 << 10, 1 << 20, 25 << 20):
-            size = f"{row['bytes'] >> 10} KiB" if row["bytes"] < 1 << 20 else f"{row['bytes'] >> 20} MiB"
+            size = _size(row["bytes"])
             yield (
                 f"allreduce of {size}, {row['ranks']} ranks: gloo : torchtp",
                 f"{row['gloo_over_torchtp']['median']:.3g}, in shared memory {row['gloo_over_segment']['median']:.3g}",
@@ -60,6 +64,13 @@ def _figures() -> Iterator[tuple[str, str]]:
         for op in dict.fromkeys(row["op"] for row in rows):
             ratios = [row["gloo_over_torchtp"]["median"] for row in rows if row["op"] == op]
             yield f"{op}, 1 KiB to 25 MiB, 2 and 4 ranks: gloo : torchtp", _between(ratios)
+    for row in read("hosts")["rows"]:
+        if row["bytes"] in (64 << 10, 25 << 20):
+            size = _size(row["bytes"])
+            yield (
+                f"allreduce of {size}, hosts of {row['hosts']} ranks: gloo : torchtp",
+                f"{row['gloo_over_torchtp']['median']:.3g}",
+            )
     for row in read("gradients")["rows"]:
         if row["way"] == "torchtp":
             yield (
