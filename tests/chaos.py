@@ -1,12 +1,14 @@
 """Ranks of real process groups that are killed, stopped or slowed at a random microsecond of whatever they do.
 
-`python tests/chaos.py [TRIALS [SEED]]`. Ranks are forked from this process, which has imported torch once. The survivors of
+`python tests/chaos.py [--hosts] [TRIALS [SEED]]`. Ranks are forked from this process, which has imported torch once. The survivors of
 a kill must all raise, name the rank and the call, leave nothing behind and work on as a new group (or end by the error
-alone); ranks that are only stopped or slowed must change nothing. The same one floor down: tests/cpp/chaos_test.cpp.
+alone); ranks that are only stopped or slowed must change nothing. With --hosts they are spread over two hosts: the ranks of another host
+hear of the death, or name whom they lost. The same one floor down: tests/cpp/chaos_test.cpp.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import datetime
@@ -31,6 +33,7 @@ from chaos_phases import sum_of, tensor_of
 from forked import served_store
 
 import torchtp  # noqa: F401 (registers the backend)
+from torchtp import namespaces
 from torchtp.testing import timeout_scale
 
 PHASES = ("rendezvous", *(body.__name__ for body in chaos_phases.PHASES), "destroy")
@@ -54,10 +57,12 @@ class Trial:
     after_us: int
     hosted: bool  # rank 0 serves the store of the first group, as without torchrun
     uncaught: bool  # nobody catches the error
+    places: tuple = ()  # the host of each rank, where there are several
 
     def __str__(self):
         store = ", rank 0 serves the store" if self.hosted else ""
         how = ", errors end the process" if self.uncaught else ""
+        how += f", on hosts {self.places}" if self.places else ""
         return f"{self.blow} of rank {self.victim} of {self.size} {self.after_us} us into '{PHASES[self.phase]}'{store}{how}"
 
 
@@ -131,15 +136,38 @@ def live(trial, rank, store, enter):
     enter(None)
 
 
-def store_client(port):
-    return dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+class Stage:
+    """Where trials take place: on this host, or on hosts that this process reaches from outside."""
+
+    def __init__(self, over_hosts, end):
+        self._network = end.enter_context(namespaces._network(2)) if over_hosts else None
+        self.address = "127.0.0.1"
+        if self._network is not None:
+            self.address = "10.77.0.254"
+            self._network.bridge.enter()
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+    def places(self, size, rng):
+        """For each rank a host, none of them empty; nothing where there is one."""
+        if self._network is None:
+            return ()
+        first = rng.randint(1, size - 1)
+        return (0,) * first + (1,) * (size - first)
+
+    def enter(self, trial, rank):
+        if trial.places:
+            self._network.hosts[trial.places[rank]].enter()
+
+    def client(self, port):
+        return dist.TCPStore(self.address, port, wait_for_workers=False)
 
 
-def take_part(trial, rank, port, diary):
+def take_part(stage, trial, rank, port, diary):
     """A rank: lives, is struck or survives, leaves nothing behind and works on among the survivors."""
+    stage.enter(trial, rank)
     _libc.prctl(1, signal.SIGKILL)  # ends with the parent
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    common = dist.PrefixStore(str(trial.number), store_client(port))
+    common = dist.PrefixStore(str(trial.number), stage.client(port))
     first, server = common, None
     if trial.hosted and rank == 0:
         first = server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -147,7 +175,7 @@ def take_part(trial, rank, port, diary):
     elif trial.hosted:
         while not diary.port:
             time.sleep(0.001)
-        first = store_client(diary.port)
+        first = stage.client(diary.port)
     if trial.hosted:  # who connects to a store that dies just then is in c10d's hands
         common.set(f"connected {rank}", "")
         common.wait([f"connected {each}" for each in range(trial.size)])
@@ -196,13 +224,13 @@ def take_part(trial, rank, port, diary):
 class Ranks:
     """The processes of a trial. Only the parent goes on after `start`."""
 
-    def __init__(self, trial, port, diary):
+    def __init__(self, stage, trial, port, diary):
         self.trial = trial
         self.children = {}
         for rank in range(trial.size):
             pid = os.fork()
             if pid == 0:
-                take_part(trial, rank, port, diary)
+                take_part(stage, trial, rank, port, diary)
                 os._exit(0)
             self.children[pid] = rank
 
@@ -268,6 +296,9 @@ def judge(trial, diary, spoke, latencies):
             named = victim_phase == 0
         elif victim_phase == 0 and not spoke:
             named = named or f"rank {trial.victim} did not come to the creation" in error
+        elif trial.places:
+            # Who loses the connection hears the cause from a rank of that host, if one is left who could tell.
+            named = named or f"lost the connection to rank {trial.victim} " in error
         elif victim_phase > 0:
             named = named and " waited in " in error
             causes.add(error)
@@ -288,38 +319,42 @@ def print_latencies(what, values):
     print(f"{what:14} {len(values):5} raised, ms after the kill: {times}")
 
 
-def calm_lengths(port):
+def calm_lengths(stage, port):
     """How many microseconds each phase takes when nobody is struck."""
     lengths = []
     for phase in range(len(PHASES)):
-        trial = Trial(-1 - phase, 3, 0, phase, "calm", 0, False, False)
+        trial = Trial(-1 - phase, 3, 0, phase, "calm", 0, False, False, stage.places(3, random))
         diary = Diary(3)
-        wrong = Ranks(trial, port, diary).reap(random)
+        wrong = Ranks(stage, trial, port, diary).reap(random)
         if wrong:
             raise SystemExit(f"{trial}: {wrong}")
         lengths.append(diary.read(0)[1])
     return lengths
 
 
-def pick(rng, number, lengths):
+def pick(stage, rng, number, lengths):
     size = rng.randint(2, 4)
     phase = rng.randrange(len(PHASES))
     blow = "kill" if rng.random() < 0.6 else rng.choice(BLOWS[1:])
     after_us = int(rng.random() * 1.1 * lengths[phase])
     victim = rng.randrange(size)
-    return Trial(number, size, victim, phase, blow, after_us, rng.random() < 0.3, rng.random() < 0.3)
+    places = stage.places(size, rng)
+    hosted = not places and rng.random() < 0.3
+    return Trial(number, size, victim, phase, blow, after_us, hosted, rng.random() < 0.3, places)
 
 
-def main(trials, seed):
+def main(trials, seed, over_hosts):
     print(f"{trials} trials, seed {seed}", flush=True)
     rng, latencies, failed = random.Random(seed), defaultdict(list), 0
-    with served_store() as (_, port):
-        looking = store_client(port)
-        lengths = calm_lengths(port)
+    with contextlib.ExitStack() as end:
+        stage = Stage(over_hosts, end)
+        _, port = end.enter_context(served_store(stage.address))
+        looking = stage.client(port)
+        lengths = calm_lengths(stage, port)
         for number in range(trials):
-            trial = pick(rng, number, lengths)
+            trial = pick(stage, rng, number, lengths)
             diary = Diary(trial.size)
-            wrong = Ranks(trial, port, diary).reap(rng)
+            wrong = Ranks(stage, trial, port, diary).reap(rng)
             # Its first word is still in the store, unless the store has gone with rank 0.
             spoke = not trial.hosted and looking.check([f"{number}/0//cpu//torchtp/1/1/{trial.victim}"])
             wrong += judge(trial, diary, spoke, latencies)
@@ -342,4 +377,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     gc.freeze()  # ranks look for garbage of their own only
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20, int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("trials", nargs="?", type=int, default=20, help="how many (default 20)")
+    arguments.add_argument("seed", nargs="?", type=int, help="the same trials again")
+    arguments.add_argument("--hosts", action="store_true", help="ranks on two hosts, which are network namespaces")
+    given = arguments.parse_args()
+    sys.exit(main(given.trials, given.seed, given.hosts))

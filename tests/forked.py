@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
-def served_store():
+def served_store(address="127.0.0.1"):
     """The pid and the port of a process that serves a store, as torchrun's does, until the block ends."""
     owner = os.getpid()
     reading, writing = os.pipe()
@@ -31,7 +31,7 @@ def served_store():
     if pid == 0:
         try:
             _end_with_parent()
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
             os.write(writing, str(store.port).encode())
             os.close(writing)
             while True:

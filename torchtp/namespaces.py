@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchtp import testing
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+_CLONE_NEWNET = 0x40000000
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _end_with_parent() -> None:
@@ -26,6 +29,7 @@ def _end_with_parent() -> None:
 
 class _Namespace:
     def __init__(self) -> None:
+        self._owner = os.getpid()
         # It says a line when it is inside; cat then waits for the end of its input.
         self._holder = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo; exec cat"],
@@ -45,21 +49,42 @@ class _Namespace:
         return self._holder.pid
 
     @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/ns/net"
+
+    @property
     def inside(self) -> list[str]:
-        return ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
+        return ["nsenter", f"--net={self.path}"]
 
     def ip(self, *command: str) -> None:
         done = subprocess.run([*self.inside, "ip", *command], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise OSError(f"ip {' '.join(command)}: {done.stderr.strip()}")
 
+    def enter(self) -> None:
+        """Move this process there, which has one thread."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _libc.setns(fd, _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.path}")
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
-        self._holder.kill()
-        self._holder.communicate()
+        if os.getpid() == self._owner:  # an error of a forked process passes here too
+            self._holder.kill()
+            self._holder.communicate()
+
+
+@dataclass(frozen=True)
+class _Network:
+    bridge: _Namespace
+    hosts: list[_Namespace]
 
 
 @contextlib.contextmanager
-def _network(num_hosts: int) -> Iterator[list[_Namespace]]:
+def _network(num_hosts: int) -> Iterator[_Network]:
+    """Hosts with the addresses 10.77.0.1 and so on; who enters the bridge is at 10.77.0.254."""
     with contextlib.ExitStack() as stack:
 
         def make() -> _Namespace:
@@ -69,7 +94,9 @@ def _network(num_hosts: int) -> Iterator[list[_Namespace]]:
 
         bridge, hosts = make(), [make() for _ in range(num_hosts)]
         bridge.ip("link", "add", "bridge", "type", "bridge")
+        bridge.ip("address", "add", "10.77.0.254/24", "dev", "bridge")
         bridge.ip("link", "set", "bridge", "up")
+        bridge.ip("link", "set", "lo", "up")
         for index, host in enumerate(hosts):
             port = f"port{index}"
             bridge.ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
@@ -77,7 +104,7 @@ def _network(num_hosts: int) -> Iterator[list[_Namespace]]:
             host.ip("address", "add", f"10.77.0.{index + 1}/24", "dev", "eth0")
             host.ip("link", "set", "eth0", "up")
             host.ip("link", "set", "lo", "up")
-        yield hosts
+        yield _Network(bridge, hosts)
 
 
 class _HostsPool(testing._Pool):
@@ -86,7 +113,7 @@ class _HostsPool(testing._Pool):
     def __init__(self, sizes: Sequence[int], backend: str):
         self._places = [host for host, size in enumerate(sizes) for _ in range(size)]
         self._end = contextlib.ExitStack()
-        self._hosts = self._end.enter_context(_network(len(sizes)))
+        self._hosts = self._end.enter_context(_network(len(sizes))).hosts
         try:
             super().__init__(sum(sizes), backend)
         except BaseException:
