@@ -71,6 +71,7 @@ chaos: $(VENV)/built.stamp  ## kill, stop and slow ranks at random moments, TRIA
 	build/cpp/none/tests/cpp/chaos_test $(TRIALS)
 	build/cpp/none/tests/cpp/hostile_test 20
 	OMP_NUM_THREADS=1 $(bin)/python tests/chaos.py $(TRIALS)
+	OMP_NUM_THREADS=1 $(bin)/python tests/chaos.py --hosts $(TRIALS)
 
 $(VENV)/lint.stamp: pyproject.toml | $(VENV)/torch.stamp
 	$(say) 'installing the formatters and checkers'

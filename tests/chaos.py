@@ -294,11 +294,14 @@ def judge(trial, diary, spoke, latencies):
         if trial.hosted and "store that the ranks of a process group meet at failed" in error:
             # Whose first words are lost with it cannot be seen to have ended. A group that is made needs no store.
             named = victim_phase == 0
-        elif victim_phase == 0 and not spoke:
-            named = named or f"rank {trial.victim} did not come to the creation" in error
-        elif trial.places:
+        elif trial.places and spoke:
             # Who loses the connection hears the cause from a rank of that host, if one is left who could tell.
             named = named or f"lost the connection to rank {trial.victim} " in error
+            # Alone on its host and not yet connected, it could be missed by nobody before the deadline.
+            alone = trial.places.count(trial.places[trial.victim]) == 1
+            named = named or (victim_phase == 0 and alone and f"rank {trial.victim} did not come" in error)
+        elif victim_phase == 0 and not spoke:
+            named = named or f"rank {trial.victim} did not come to the creation" in error
         elif victim_phase > 0:
             named = named and " waited in " in error
             causes.add(error)

@@ -62,7 +62,6 @@ class TorchtpBackend(Backend):
         timeout: datetime.timedelta,
         group_name: str,
         global_ranks: Sequence[int],
-        make_hosts_group: Callable[[str], Backend],
         make_device_group: Callable[[str], Backend],
         trace: Trace | None = None,
     ) -> None: ...

@@ -1,4 +1,4 @@
-"""The backend `torchtp` of torch.distributed: shared memory between the ranks of a host, inner gloo and NCCL groups beyond."""
+"""The backend `torchtp` of torch.distributed: shared memory between the ranks of a host, TCP between hosts, an inner NCCL group for CUDA."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
         timeout_of(options.timeout),
         options.group_id or "",
         list(options.global_ranks_in_group or []),
-        lambda store_prefix: _gloo_group(options, store_prefix),
         _device_group(options, backend_options),
         trace.calls,
     )
@@ -85,15 +84,11 @@ def monitored_barrier(
     group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
 
-def _gloo_group(options: Any, store_prefix: str) -> Any:
-    store = dist.PrefixStore(store_prefix, options.store)
-    return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-
-
 def _device_group(options: Any, backend_options: Any) -> Callable[[str], Any]:
     def make(store_prefix: str) -> Any:
         if os.environ.get(_TEST_INNER) == "gloo":
-            return _gloo_group(options, store_prefix)
+            store = dist.PrefixStore(store_prefix, options.store)
+            return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
         if not dist.is_nccl_available():
             raise RuntimeError("torchtp carries CUDA tensors by NCCL, and this PyTorch was built without it")
         nccl_options: Any = backend_options

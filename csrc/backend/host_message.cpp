@@ -18,9 +18,10 @@ HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpTyp
       peer_(peer),
       dense_(tensor, !receives_) {
   try {
-    message_ = !receives_ ? links_->send(peer, tag, dense_.data(), dense_.num_bytes())
-               : peer < 0 ? links_->receive_any(tag, dense_.data(), dense_.num_bytes())
-                          : links_->receive(peer, tag, dense_.data(), dense_.num_bytes());
+    const auto owner = std::make_shared<at::Tensor>(dense_.memory());
+    net::Mail::Memory memory(owner, dense_.data());
+    message_ = receives_ ? links_->receive(peer, tag, std::move(memory), dense_.num_bytes())
+                         : links_->send(peer, tag, std::move(memory), dense_.num_bytes());
   } catch (...) {
     std::rethrow_exception(as_dist_error(std::current_exception()));
   }

@@ -33,7 +33,7 @@ class HostMessage : public MessageWork {
   bool ended_ = false;
   int peer_;
   Dense dense_;
-  HostLinks::MessagePtr message_;  // goes before the memory
+  HostLinks::MessagePtr message_;
 };
 
 }  // namespace torchtp::backend

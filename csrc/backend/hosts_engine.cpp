@@ -19,13 +19,7 @@ constexpr size_t kPrintBytes = 64;
 constexpr size_t kMeetBytes = 8192;
 static_assert(sizeof(shm::Fingerprint) <= kPrintBytes);
 
-std::vector<int> others(const std::vector<std::vector<int>>& hosts, int here) {
-  std::vector<int> ranks;
-  for (int h = 0; h < static_cast<int>(hosts.size()); ++h) {
-    if (h != here) ranks.insert(ranks.end(), hosts[h].begin(), hosts[h].end());
-  }
-  return ranks;
-}
+constexpr int kMostTag = (1 << 29) - 1;  // of users; those of exchanges lie above
 
 template <typename Place>
 std::vector<Place> places_of(const std::vector<std::vector<int>>& hosts) {
@@ -44,12 +38,6 @@ int largest(const std::vector<std::vector<int>>& hosts) {
   return static_cast<int>(most);
 }
 
-// The cause in an error of the host's group, without the group's name, which every rank adds itself.
-std::string bare(const std::string& what, const std::string& group_name) {
-  const std::string prefix = "torchtp group '" + group_name + "': ";
-  return what.rfind(prefix, 0) == 0 ? what.substr(prefix.size()) : what;
-}
-
 bool same(const shm::Fingerprint& a, const shm::Fingerprint& b) {
   return a.sequence == b.sequence && a.kind == b.kind && a.reduce_op == b.reduce_op && a.dtype == b.dtype &&
          a.flags == b.flags && a.root == b.root && a.count == b.count;
@@ -58,17 +46,16 @@ bool same(const shm::Fingerprint& a, const shm::Fingerprint& b) {
 }  // namespace
 
 HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host,
-                         BackendPtr inner, std::map<int, Fd> connections)
+                         std::map<int, Fd> streams, std::map<int, Fd> mail)
     : hosts_(std::move(hosts)),
       rank_(rank),
-      size_(inner->getSize()),
       places_(places_of<Place>(hosts_)),
+      size_(static_cast<int>(places_.size())),
       here_(places_[rank]),
       num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
-      links_(std::make_shared<HostLinks>(std::move(inner), std::make_unique<net::Streams>(std::move(connections)),
-                                         host_, rank, others(hosts_, here_.host))) {}
+      links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank)) {}
 
 HostsEngine::~HostsEngine() { links_->close(""); }
 
@@ -102,8 +89,8 @@ void HostsEngine::guarded(const std::function<void()>& body) {
     host_->check();
     host_->set_timeout(milliseconds(timeout_ms_.load()));
     body();
-  } catch (const std::exception& error) {
-    if (host_->aborted()) links_->close(bare(error.what(), host_->name()));
+  } catch (...) {
+    links_->close_if_aborted();
     throw;
   }
 }
@@ -191,8 +178,8 @@ void HostsEngine::check_message(const at::Tensor& tensor, int peer, int tag, con
   check_tensor(tensor, what);
   TORCH_CHECK(peer >= 0 && peer < size_ && peer != rank_, "torchtp ", what,
               ": the peer must be another rank of the group (0 to ", size_ - 1, "), got ", peer, " on rank ", rank_);
-  TORCH_CHECK(tag >= 0 && tag < HostLinks::kCause, "torchtp ", what, ": a group of several hosts has tags of 0 to ",
-              HostLinks::kCause - 1, ", got ", tag);
+  TORCH_CHECK(tag >= 0 && tag <= kMostTag, "torchtp ", what, ": a group of several hosts has tags of 0 to ", kMostTag,
+              ", got ", tag);
 }
 
 std::shared_ptr<exchange::Exchange> HostsEngine::make_exchange() {
@@ -205,7 +192,8 @@ std::shared_ptr<exchange::Exchange> HostsEngine::make_exchange() {
     const auto op = sends ? c10d::OpType::SEND : c10d::OpType::RECV;
     return c10::make_intrusive<HostMessage>(links, rank, op, "torchtp:exchange", buffer, peer, tag, host->timeout());
   };
-  return std::make_shared<HostsExchange>(rank_, std::move(indices), host_, post);
+  return std::make_shared<HostsExchange>(rank_, std::move(indices), host_, post,
+                                         [links = links_] { links->close_if_aborted(); });
 }
 
 }  // namespace torchtp::backend

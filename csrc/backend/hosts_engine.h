@@ -17,16 +17,14 @@ namespace torchtp::backend {
 
 // Ranks of several hosts: what can be done inside a host goes through the memory its ranks share, and between hosts
 // every rank carries its share. Which rank of a host that is follows from places alone: the i-th rank of a host speaks
-// with the i-th of the others, modulo their number. Point-to-point messages of users go between all ranks by the inner
-// backend.
+// with the i-th of the others, modulo their number. Messages of users go by mail between all ranks, also of one host: a
+// receive from anybody must find them in one place.
 class HostsEngine : public Engine {
  public:
-  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-
-  // hosts[h]: the ranks of host h, ascending. `host` is the group of this rank's host, `inner` one of all ranks,
-  // `connections` go to each rank of the other hosts.
-  HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host, BackendPtr inner,
-              std::map<int, Fd> connections);
+  // hosts[h]: the ranks of host h, ascending. `host` is the group of this rank's host. Connections: `streams` to each
+  // rank of the other hosts, `mail` to all.
+  HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host,
+              std::map<int, Fd> streams, std::map<int, Fd> mail);
   ~HostsEngine() override;
 
   int rank() const override { return rank_; }
@@ -61,6 +59,8 @@ class HostsEngine : public Engine {
   void check() const override { host_->check(); }
   void abort(const std::string& why) noexcept override;
   void stop() override;
+  // Whether a rank's connections have ended without a word; `rank` is another.
+  bool has_lost(int rank) const { return links_->has_lost(rank); }
 
  private:
   struct Transfer {
@@ -122,8 +122,8 @@ class HostsEngine : public Engine {
 
   const std::vector<std::vector<int>> hosts_;
   const int rank_;
-  const int size_;
   const std::vector<Place> places_;  // of each rank
+  const int size_;
   const Place here_;
   const int num_pieces_;
   const std::shared_ptr<shm::Group> host_;

@@ -71,11 +71,22 @@ class HostsExchange::InTurn final : public exchange::Sink {
 };
 
 HostsExchange::HostsExchange(int rank, std::vector<int> indices, std::shared_ptr<shm::Group> host,
-                             GroupExchange::Post post)
+                             GroupExchange::Post post, std::function<void()> failed)
     : rank_(rank),
       indices_(std::move(indices)),
       here_(std::move(host)),
-      beyond_(rank, static_cast<int>(indices_.size()), std::move(post)) {}
+      beyond_(rank, static_cast<int>(indices_.size()), std::move(post)),
+      failed_(std::move(failed)) {}
+
+template <typename Body>
+auto HostsExchange::guarded(const Body& body) {
+  try {
+    return body();
+  } catch (...) {
+    failed_();
+    throw;
+  }
+}
 
 uint64_t HostsExchange::start(std::vector<exchange::Send> sends, std::vector<exchange::Receive> receives) {
   const auto turns = std::make_shared<Turns>();
@@ -95,16 +106,20 @@ uint64_t HostsExchange::start(std::vector<exchange::Send> sends, std::vector<exc
     (index >= 0 ? receives_here : receives_beyond).push_back(std::move(receive));
   }
   Pending pending{0, 0, turns};
-  pending.beyond = beyond_.start(std::move(sends_beyond), std::move(receives_beyond));
-  pending.here = here_.start(std::move(sends_here), std::move(receives_here));
-  return tickets_.put(std::move(pending));
+  return guarded([&] {
+    pending.beyond = beyond_.start(std::move(sends_beyond), std::move(receives_beyond));
+    pending.here = here_.start(std::move(sends_here), std::move(receives_here));
+    return tickets_.put(std::move(pending));
+  });
 }
 
 // Messages from other hosts were sent whole when their ranks started, so waiting for them first holds up nobody.
 exchange::LastSender HostsExchange::finish_telling(uint64_t ticket) {
   const Pending pending = tickets_.take(ticket);
-  beyond_.finish(pending.beyond);
-  exchange::LastSender last = here_.finish_telling(pending.here);
+  exchange::LastSender last = guarded([&] {
+    beyond_.finish(pending.beyond);
+    return here_.finish_telling(pending.here);
+  });
   if (last.peer >= 0) {
     last.peer = static_cast<int>(std::find(indices_.begin(), indices_.end(), last.peer) - indices_.begin());
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -12,8 +13,10 @@ namespace torchtp::backend {
 // Slabs of ranks of several hosts: over shared memory inside this rank's host, as messages to the others.
 class HostsExchange : public exchange::Exchange {
  public:
-  // indices[r]: the place of rank r in the group `host` of this host; -1 for ranks of other hosts.
-  HostsExchange(int rank, std::vector<int> indices, std::shared_ptr<shm::Group> host, GroupExchange::Post post);
+  // indices[r]: the place of rank r in the group `host` of this host; -1 for ranks of other hosts. `failed` is called
+  // when an exchange has thrown.
+  HostsExchange(int rank, std::vector<int> indices, std::shared_ptr<shm::Group> host, GroupExchange::Post post,
+                std::function<void()> failed);
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(indices_.size()); }
@@ -25,6 +28,9 @@ class HostsExchange : public exchange::Exchange {
   class Turns;
   class InTurn;
 
+  template <typename Body>
+  auto guarded(const Body& body);
+
   struct Pending {
     uint64_t here;
     uint64_t beyond;
@@ -35,6 +41,7 @@ class HostsExchange : public exchange::Exchange {
   const std::vector<int> indices_;
   exchange::ShmExchange here_;
   GroupExchange beyond_;
+  const std::function<void()> failed_;
   exchange::Tickets<Pending> tickets_;
 };
 

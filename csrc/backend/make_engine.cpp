@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <map>
 #include <optional>
+#include <set>
+#include <utility>
 
 #include "backend/hosts_engine.h"
 #include "backend/shared_memory_engine.h"
@@ -20,26 +22,35 @@ constexpr auto kLongestSearch = std::chrono::minutes(1);
 
 constexpr char kNoHosts[] = "cannot make a process group of several hosts";
 
-// To each rank that is not `here`.
-std::map<int, Fd> connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& here,
-                                std::chrono::milliseconds timeout) {
+enum Use : int { kMail, kStream };
+
+struct Connections {
+  std::map<int, Fd> mail;     // to all ranks
+  std::map<int, Fd> streams;  // to those of other hosts
+};
+
+Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& here, std::chrono::milliseconds timeout) {
   std::optional<net::Door> door;
   const std::vector<std::string> introductions = shm::together(bootstrap, kNoHosts, [&] {
     const char* const interfaces = std::getenv("GLOO_SOCKET_IFNAME");
     door.emplace(interfaces != nullptr ? interfaces : "");
     return door->introduction();
   });
-  std::map<int, std::string> others;
+  std::set<net::Line> lines;
   for (int rank = 0; rank < bootstrap.size(); ++rank) {
-    if (std::find(here.begin(), here.end(), rank) == here.end()) others[rank] = introductions[rank];
+    if (rank == bootstrap.rank()) continue;
+    lines.insert({rank, kMail});
+    if (std::find(here.begin(), here.end(), rank) == here.end()) lines.insert({rank, kStream});
   }
-  std::map<int, Fd> connections;
+  Connections made;
   shm::together(bootstrap, kNoHosts, [&] {
     const Deadline deadline(std::min<std::chrono::milliseconds>(timeout, kLongestSearch));
-    connections = door->connect(bootstrap.rank(), others, deadline);
+    for (auto& [line, socket] : door->connect(bootstrap.rank(), lines, introductions, deadline)) {
+      (line.use == kMail ? made.mail : made.streams)[line.peer] = std::move(socket);
+    }
     return std::string();
   });
-  return connections;
+  return made;
 }
 
 std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::vector<std::vector<int>>& hosts,
@@ -57,11 +68,12 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
   });
   std::shared_ptr<HostsEngine> engine;
   try {
-    std::map<int, Fd> connections = connect_hosts(bootstrap, *here, options.timeout);
+    Connections connections = connect_hosts(bootstrap, *here, options.timeout);
     shm::together(bootstrap, kNoHosts, [&] {
-      engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group,
-                                             options.make_hosts_group(bootstrap.prefix() + "/hosts"),
-                                             std::move(connections));
+      engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group, std::move(connections.streams),
+                                             std::move(connections.mail));
+      const auto has_lost = [engine, me = bootstrap.rank()](int rank) { return rank != me && engine->has_lost(rank); };
+      bootstrap.watch(has_lost);
       return std::string();
     });
   } catch (const std::exception& error) {

@@ -16,8 +16,6 @@ struct EngineOptions {
   std::chrono::milliseconds timeout;
   std::string group_name;                         // in error messages
   std::shared_ptr<shm::Whereabouts> whereabouts;  // of this process
-  // An inner backend of all ranks, for what goes between hosts; collective.
-  std::function<c10::intrusive_ptr<c10d::Backend>(const std::string& store_prefix)> make_hosts_group;
 };
 
 struct MadeEngine {

@@ -56,15 +56,14 @@ void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const 
 }  // namespace
 
 TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                               c10::intrusive_ptr<Options> options, InnerGroups inner_groups,
+                               c10::intrusive_ptr<Options> options, DeviceGroup::Make make_device_group,
                                std::shared_ptr<Trace> trace)
     : Backend(rank, size),
       options_(std::move(options)),
       made_(make_engine(store, rank, size,
-                        {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr,
-                         std::move(inner_groups.between_hosts)})),
+                        {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr})),
       engine_(made_.engine),
-      device_(std::make_shared<DeviceGroup>(std::move(inner_groups.on_device), made_.store_prefix + "/device")),
+      device_(std::make_shared<DeviceGroup>(std::move(make_device_group), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(
           Recorder::Identity{options_->group_name, rank, size, options_->global_ranks_in_group})),
       trace_(std::move(trace)) {

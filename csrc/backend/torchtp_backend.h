@@ -33,16 +33,10 @@ class TorchtpBackend : public c10d::Backend {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("torchtp", timeout) {}
   };
 
-  // Made in Python: an inner backend of all ranks for what goes between hosts, asked for at once and only where there
-  // are several, and one for the tensors of a device.
-  struct InnerGroups {
-    DeviceGroup::Make between_hosts;
-    DeviceGroup::Make on_device;
-  };
-
-  // Collective over the store; call it without Python's lock. `trace` gets to know this group's calls.
+  // Collective over the store; call it without Python's lock. `make_device_group` is asked for the inner
+  // backend of a device's tensors, `trace` gets to know this group's calls.
   TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options,
-                 InnerGroups inner_groups, std::shared_ptr<Trace> trace);
+                 DeviceGroup::Make make_device_group, std::shared_ptr<Trace> trace);
   ~TorchtpBackend() override;
 
   // What spatial ops move slabs with: one for the group, made when first asked for.

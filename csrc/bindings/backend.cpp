@@ -17,19 +17,17 @@ void bind_backend(pybind11::module_& m) {
   py::class_<TorchtpBackend, c10d::Backend, c10::intrusive_ptr<TorchtpBackend>>(m, "TorchtpBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& group_name,
-                       const std::vector<uint64_t>& global_ranks, backend::DeviceGroup::Make make_hosts_group,
-                       backend::DeviceGroup::Make make_device_group, std::shared_ptr<backend::Trace> trace) {
+                       const std::vector<uint64_t>& global_ranks, backend::DeviceGroup::Make make_device_group,
+                       std::shared_ptr<backend::Trace> trace) {
              auto options = c10::make_intrusive<TorchtpBackend::Options>(timeout);
              options->group_name = group_name;
              options->global_ranks_in_group = global_ranks;
-             return c10::make_intrusive<TorchtpBackend>(
-                 store, rank, size, options,
-                 TorchtpBackend::InnerGroups{std::move(make_hosts_group), std::move(make_device_group)},
-                 std::move(trace));
+             return c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
+                                                        std::move(trace));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
-           py::arg("global_ranks"), py::arg("make_hosts_group"), py::arg("make_device_group"),
-           py::arg("trace") = nullptr, py::call_guard<py::gil_scoped_release>())
+           py::arg("global_ranks"), py::arg("make_device_group"), py::arg("trace") = nullptr,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("hosts", &TorchtpBackend::hosts)
       .def(
           "_set_inner_device",

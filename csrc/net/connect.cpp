@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kTokenLength = 32;
 constexpr std::array<char, 8> kMagic{'t', 'o', 'r', 'c', 'h', 't', 'p', '1'};
-constexpr size_t kMostStrangers = 64;  // who have knocked and not said enough
+constexpr size_t kMostStrangers = 64;  // beside those who are awaited: who have knocked and not said enough
 constexpr char kRemedy[] = "; the variable GLOO_SOCKET_IFNAME names the network interface that joins the hosts";
 
 using Token = std::array<char, kTokenLength>;
@@ -28,10 +28,10 @@ using Token = std::array<char, kTokenLength>;
 // What the caller says; the other side answers with the caller's own token.
 struct Hello {
   std::array<char, 8> magic;
-  int32_t from, to;
+  int32_t from, to, use;
   Token token;  // of the door
 };
-static_assert(sizeof(Hello) == 48);
+static_assert(sizeof(Hello) == 52);
 
 struct Introduction {
   std::string address;
@@ -57,7 +57,7 @@ bool same(const Token& a, const Token& b) {
 // A connection that has not proved itself.
 struct Candidate {
   Fd socket;
-  int peer;        // -1: has not said
+  Line line;       // the peer is -1 until it has said who it is
   bool connected;  // what was called may still be on its way
   std::array<char, sizeof(Hello)> heard{};
   size_t num_heard = 0;
@@ -87,16 +87,17 @@ bool say(const Fd& socket, const Value& value) {  // into a socket that is still
 
 class Connecting {
  public:
-  Connecting(int rank, const Token& token, const Fd& listener, const std::map<int, std::string>& introductions)
-      : rank_(rank), token_(token), listener_(listener) {
-    for (const auto& [peer, text] : introductions) known_[peer] = read(text);
+  Connecting(int rank, const Token& token, const Fd& listener, const std::set<Line>& lines,
+             const std::vector<std::string>& introductions)
+      : rank_(rank), token_(token), listener_(listener), lines_(lines) {
+    for (const Line& line : lines) known_[line.peer] = read(introductions.at(line.peer));
   }
 
-  std::map<int, Fd> run(const Deadline& deadline) {
-    for (const auto& [peer, known] : known_) {
-      if (peer > rank_) call(peer, known);
+  std::map<Line, Fd> run(const Deadline& deadline) {
+    for (const Line& line : lines_) {
+      if (line.peer > rank_) call(line);
     }
-    while (made_.size() < known_.size()) {
+    while (made_.size() < lines_.size()) {
       std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
       for (const Candidate& each : candidates_) {
         entries.push_back({each.socket.get(), static_cast<short>(each.connected ? POLLIN : POLLOUT), 0});
@@ -111,7 +112,7 @@ class Connecting {
       for (auto each = candidates_.begin(); each != candidates_.end();) {
         const bool ready = entries[++index].revents != 0;
         const auto next = std::next(each);
-        if (ready && !(each->peer >= 0 ? go_on(*each) : listen_to(*each))) candidates_.erase(each);
+        if (ready && !(each->line.peer >= 0 ? go_on(*each) : listen_to(*each))) candidates_.erase(each);
         each = next;
       }
       if (entries[0].revents != 0) let_in();
@@ -120,12 +121,13 @@ class Connecting {
   }
 
  private:
-  void call(int peer, const Introduction& known) {
-    const Address address = Address::parse(known.address);
+  void call(const Line& line) {
+    const Address address = Address::parse(known_.at(line.peer).address);
     Fd socket = Fd::tcp_socket(address.family());
     prepare(socket);
-    if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) unreachable(peer, errno);
-    candidates_.push_back({std::move(socket), peer, false});
+    if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS)
+      unreachable(line.peer, errno);
+    candidates_.push_back({std::move(socket), line, false});
   }
 
   [[noreturn]] void unreachable(int peer, int error) const {
@@ -135,7 +137,7 @@ class Connecting {
 
   // Of those this rank called. False when nothing more is to be heard of it.
   bool go_on(Candidate& candidate) {
-    const int peer = candidate.peer;
+    const int peer = candidate.line.peer;
     const Introduction& known = known_.at(peer);
     if (!candidate.connected) {
       int error = 0;
@@ -143,7 +145,7 @@ class Connecting {
       getsockopt(candidate.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
       if (error != 0) unreachable(peer, error);
       candidate.connected = true;
-      if (!say(candidate.socket, Hello{kMagic, rank_, peer, known.token})) unreachable(peer, errno);
+      if (!say(candidate.socket, Hello{kMagic, rank_, peer, candidate.line.use, known.token})) unreachable(peer, errno);
       return true;
     }
     if (!hear(candidate, kTokenLength)) unreachable(peer, ECONNRESET);
@@ -152,7 +154,7 @@ class Connecting {
     std::memcpy(answer.data(), candidate.heard.data(), answer.size());
     if (!same(answer, token_))
       throw Error(cat("somebody else answers for rank ", peer, " at ", known.address, kRemedy));
-    made_[peer] = std::move(candidate.socket);
+    made_[candidate.line] = std::move(candidate.socket);
     return false;
   }
 
@@ -164,11 +166,12 @@ class Connecting {
         return;
       }
       prepare(socket);
-      const auto is_stranger = [](const Candidate& each) { return each.peer < 0; };
-      if (static_cast<size_t>(std::count_if(candidates_.begin(), candidates_.end(), is_stranger)) >= kMostStrangers) {
+      const auto is_stranger = [](const Candidate& each) { return each.line.peer < 0; };
+      const auto num_strangers = std::count_if(candidates_.begin(), candidates_.end(), is_stranger);
+      if (static_cast<size_t>(num_strangers) >= lines_.size() + kMostStrangers) {
         candidates_.erase(std::find_if(candidates_.begin(), candidates_.end(), is_stranger));
       }
-      candidates_.push_back({std::move(socket), -1, true});
+      candidates_.push_back({std::move(socket), {-1, 0}, true});
     }
   }
 
@@ -178,20 +181,20 @@ class Connecting {
     if (candidate.num_heard < sizeof(Hello)) return true;
     Hello hello;
     std::memcpy(&hello, candidate.heard.data(), sizeof(hello));
-    const auto known = known_.find(hello.from);
+    const Line line{hello.from, hello.use};
     if (hello.magic != kMagic || hello.to != rank_ || !same(hello.token, token_)) return false;
-    if (known == known_.end() || hello.from >= rank_ || made_.count(hello.from) != 0) return false;
-    if (!say(candidate.socket, known->second.token)) return false;
-    made_[hello.from] = std::move(candidate.socket);
+    if (lines_.count(line) == 0 || hello.from >= rank_ || made_.count(line) != 0) return false;
+    if (!say(candidate.socket, known_.at(line.peer).token)) return false;
+    made_[line] = std::move(candidate.socket);
     return false;
   }
 
   [[noreturn]] void give_up() const {
-    for (const auto& [peer, known] : known_) {
-      if (made_.count(peer) != 0) continue;
-      if (peer > rank_)
-        throw Error(cat("deadline passed while waiting for rank ", peer, " at ", known.address, kRemedy));
-      throw Error(cat("deadline passed while waiting for a call of rank ", peer, kRemedy));
+    for (const Line& line : lines_) {
+      const int peer = line.peer;
+      if (made_.count(line) != 0) continue;
+      if (peer < rank_) throw Error(cat("deadline passed while waiting for a call of rank ", peer, kRemedy));
+      throw Error(cat("deadline passed while waiting for rank ", peer, " at ", known_.at(peer).address, kRemedy));
     }
     throw Error("deadline passed");
   }
@@ -199,9 +202,10 @@ class Connecting {
   const int rank_;
   const Token token_;
   const Fd& listener_;
+  const std::set<Line>& lines_;
   std::map<int, Introduction> known_;
   std::list<Candidate> candidates_;
-  std::map<int, Fd> made_;
+  std::map<Line, Fd> made_;
 };
 
 }  // namespace
@@ -211,11 +215,11 @@ Door::Door(const std::string& interfaces)
 
 std::string Door::introduction() const { return cat(address_.text(), " ", token_); }
 
-std::map<int, Fd> Door::connect(int rank, const std::map<int, std::string>& introductions,
-                                const Deadline& deadline) const {
+std::map<Line, Fd> Door::connect(int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions,
+                                 const Deadline& deadline) const {
   Token token;
   token_.copy(token.data(), token.size());
-  return Connecting(rank, token, listener_, introductions).run(deadline);
+  return Connecting(rank, token, listener_, lines, introductions).run(deadline);
 }
 
 }  // namespace torchtp::net

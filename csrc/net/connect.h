@@ -1,7 +1,10 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "core/deadline.h"
 #include "core/fd.h"
@@ -9,7 +12,14 @@
 
 namespace torchtp::net {
 
-// Where ranks of other hosts knock while a group is made. Of those who do, only who knows the token of this door is let
+// One connection between two ranks, as one of them sees it: the other, and what it is for.
+struct Line {
+  int peer;
+  int use;
+  bool operator<(const Line& other) const { return std::tie(peer, use) < std::tie(other.peer, other.use); }
+};
+
+// Where other ranks knock while a group is made. Of those who do, only who knows the token of this door is let
 // in, and whom it lets in learns by the answer that it is the right one; tokens travel through the bootstrap alone.
 class Door {
  public:
@@ -21,7 +31,8 @@ class Door {
 
   // A connection to each rank of `introductions`; collective among them. Throws when one has not come by the deadline
   // or cannot be reached.
-  std::map<int, Fd> connect(int rank, const std::map<int, std::string>& introductions, const Deadline& deadline) const;
+  std::map<Line, Fd> connect(int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions,
+                             const Deadline& deadline) const;
 
  private:
   Address address_;

@@ -23,10 +23,20 @@ constexpr size_t kMostAtOnce = size_t{1} << 20;  // bytes of one system call: th
 
 }  // namespace
 
+// What is posted.
+struct Streams::Item {
+  std::byte* data = nullptr;
+  size_t num_bytes = 0;
+  Arrived arrived;
+  Done finished;
+  size_t moved = 0;
+  bool done = false;
+};
+
 struct Streams::Connection {
   int peer = -1;
   Fd socket;
-  std::deque<Message*> sends, receives;
+  std::deque<std::shared_ptr<Item>> sends, receives;
   // As far as known; edges of epoll set them, the end of what the socket takes or has clears them.
   bool writable = true, readable = true;
   bool hung_up = false;         // reading goes on to the end
@@ -35,12 +45,16 @@ struct Streams::Connection {
 };
 
 struct Streams::Shared {
-  std::mutex mutex;                  // of all below, and of messages
-  std::condition_variable changed;   // a message is done or lost
+  explicit Shared(Lost tell) : lost(std::move(tell)) {}
+
+  const Lost lost;
+  std::mutex mutex;                  // of all below, and of items
+  std::condition_variable changed;   // an item is done or lost
   std::condition_variable put_down;  // `held` has changed
   std::map<int, Connection> connections;
-  const Message* held = nullptr;  // whose memory the thread reads or writes now
-  bool asleep = false;            // the thread: whoever has something for it rings
+  std::vector<int> untold;     // whose connections are lost
+  const Item* held = nullptr;  // whose memory the thread reads or writes now
+  bool asleep = false;         // the thread: whoever has something for it rings
   bool stopping = false;
   const Fd epoll = Fd::epoll();
   const Fd wake = Fd::event();
@@ -48,42 +62,35 @@ struct Streams::Shared {
   void lose(Connection& connection, const std::string& why);
   void run();
   bool step(Connection& connection, bool sends, std::unique_lock<std::mutex>& lock);
+  void tell_losses(std::unique_lock<std::mutex>& lock);
   void wait_for_events();
   void ring();
 };
 
 class Streams::Message {
  public:
-  Message(std::shared_ptr<Shared> owner, int to_or_from, std::byte* memory, size_t size, bool is_send, Arrived act)
-      : shared(std::move(owner)),
-        peer(to_or_from),
-        data(memory),
-        num_bytes(size),
-        sends(is_send),
-        arrived(std::move(act)) {}
+  Message(std::shared_ptr<Shared> owner, int to_or_from, bool is_send, std::shared_ptr<Item> posted)
+      : shared(std::move(owner)), peer(to_or_from), sends(is_send), item(std::move(posted)) {}
   Message(const Message&) = delete;
   Message& operator=(const Message&) = delete;
 
   ~Message() {
     std::unique_lock<std::mutex> lock(shared->mutex);
-    shared->put_down.wait(lock, [&] { return shared->held != this; });
-    if (done) return;
+    shared->put_down.wait(lock, [&] { return shared->held != item.get(); });
+    if (item->done) return;
     Connection& connection = shared->connections.at(peer);
     auto& queue = sends ? connection.sends : connection.receives;
-    const auto place = std::find(queue.begin(), queue.end(), this);
+    const auto place = std::find(queue.begin(), queue.end(), item);
     if (place == queue.end()) return;  // lost
     queue.erase(place);
     shared->lose(connection, "a message was given up");
+    shared->ring();
   }
 
   const std::shared_ptr<Shared> shared;
   const int peer;
-  std::byte* const data;
-  const size_t num_bytes;
   const bool sends;
-  const Arrived arrived;
-  size_t moved = 0;
-  bool done = false;
+  const std::shared_ptr<Item> item;
 };
 
 void Streams::Shared::lose(Connection& connection, const std::string& why) {
@@ -91,6 +98,7 @@ void Streams::Shared::lose(Connection& connection, const std::string& why) {
   connection.trouble = why;
   connection.sends.clear();
   connection.receives.clear();
+  untold.push_back(connection.peer);
   shutdown(connection.socket.get(), SHUT_RDWR);  // a forked child may hold the socket, too
   changed.notify_all();
 }
@@ -100,7 +108,8 @@ bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<
   auto& queue = sends ? connection.sends : connection.receives;
   bool& ready = sends ? connection.writable : connection.readable;
   if (queue.empty() || !ready) return false;
-  Message& message = *queue.front();
+  const std::shared_ptr<Item> front = queue.front();
+  Item& message = *front;
   std::byte* place = message.data + message.moved;
   size_t most = std::min(message.num_bytes - message.moved, kMostAtOnce);
   const size_t in_part = message.moved % kPartBytes;
@@ -133,12 +142,28 @@ bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<
   }
   if (now < most && !connection.hung_up) ready = false;  // an edge tells when there is more
   message.moved += now;
-  if (is_last && !queue.empty()) {
-    message.done = true;
-    queue.pop_front();
+  if (!is_last || queue.empty()) return true;
+  message.done = true;
+  queue.pop_front();
+  if (message.finished) {
+    lock.unlock();
+    message.finished();
+    lock.lock();
+  } else {
     changed.notify_all();
   }
   return true;
+}
+
+void Streams::Shared::tell_losses(std::unique_lock<std::mutex>& lock) {
+  while (!untold.empty() && !stopping) {
+    const int peer = untold.back();
+    untold.pop_back();
+    const std::string why = connections.at(peer).trouble;
+    lock.unlock();
+    if (lost) lost(peer, why);
+    lock.lock();
+  }
 }
 
 void Streams::Shared::ring() {
@@ -172,6 +197,7 @@ void Streams::Shared::run() {
       moved |= step(connection, true, lock);
       moved |= step(connection, false, lock);
     }
+    tell_losses(lock);
     if (moved || stopping) continue;
     asleep = true;
     lock.unlock();
@@ -181,7 +207,7 @@ void Streams::Shared::run() {
   }
 }
 
-Streams::Streams(std::map<int, Fd> connections) : shared_(std::make_shared<Shared>()) {
+Streams::Streams(std::map<int, Fd> connections, Lost lost) : shared_(std::make_shared<Shared>(std::move(lost))) {
   const auto watch = [&](const Fd& fd, uint32_t what, void* pointer) {
     epoll_event event{};
     event.events = what;
@@ -202,34 +228,52 @@ Streams::~Streams() { close(); }
 
 bool Streams::reaches(int peer) const { return shared_->connections.count(peer) != 0; }
 
-Streams::MessagePtr Streams::post(int peer, std::byte* data, size_t num_bytes, bool sends, Arrived arrived) {
-  auto message = std::make_shared<Message>(shared_, peer, data, num_bytes, sends, std::move(arrived));
+std::shared_ptr<Streams::Item> Streams::post(int peer, bool sends, Item item) {
+  const auto posted = std::make_shared<Item>(std::move(item));
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   Connection& connection = shared_->connections.at(peer);
-  message->done = num_bytes == 0;
-  if (message->done || !connection.trouble.empty()) return message;
-  (sends ? connection.sends : connection.receives).push_back(message.get());
+  posted->done = posted->num_bytes == 0;
+  if (posted->done || !connection.trouble.empty()) return posted;
+  (sends ? connection.sends : connection.receives).push_back(posted);
   shared_->ring();
-  return message;
+  return posted;
 }
 
+Streams::MessagePtr Streams::hand_out(int peer, bool sends, Item item) {
+  return std::make_shared<Message>(shared_, peer, sends, post(peer, sends, std::move(item)));
+}
+
+namespace {
+
+std::byte* bytes_at(const void* data) { return static_cast<std::byte*>(const_cast<void*>(data)); }
+
+}  // namespace
+
 Streams::MessagePtr Streams::send(int peer, const void* data, size_t num_bytes) {
-  return post(peer, static_cast<std::byte*>(const_cast<void*>(data)), num_bytes, true, nullptr);
+  return hand_out(peer, true, {bytes_at(data), num_bytes, nullptr, nullptr});
 }
 
 Streams::MessagePtr Streams::receive(int peer, void* data, size_t num_bytes) {
-  return post(peer, static_cast<std::byte*>(data), num_bytes, false, nullptr);
+  return hand_out(peer, false, {bytes_at(data), num_bytes, nullptr, nullptr});
 }
 
 Streams::MessagePtr Streams::receive(int peer, size_t num_bytes, Arrived arrived) {
-  return post(peer, nullptr, num_bytes, false, std::move(arrived));
+  return hand_out(peer, false, {nullptr, num_bytes, std::move(arrived), nullptr});
+}
+
+void Streams::send(int peer, const void* data, size_t num_bytes, Done done) {
+  post(peer, true, {bytes_at(data), num_bytes, nullptr, std::move(done)});
+}
+
+void Streams::receive(int peer, void* data, size_t num_bytes, Done done) {
+  post(peer, false, {bytes_at(data), num_bytes, nullptr, std::move(done)});
 }
 
 Streams::State Streams::wait(const Message& message, std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   const Connection& connection = shared_->connections.at(message.peer);
-  shared_->changed.wait_for(lock, patience, [&] { return message.done || !connection.trouble.empty(); });
-  return message.done ? State::kDone : connection.trouble.empty() ? State::kUnderWay : State::kLost;
+  shared_->changed.wait_for(lock, patience, [&] { return message.item->done || !connection.trouble.empty(); });
+  return message.item->done ? State::kDone : connection.trouble.empty() ? State::kUnderWay : State::kLost;
 }
 
 std::string Streams::trouble(int peer) const {

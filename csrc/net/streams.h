@@ -23,10 +23,14 @@ class Streams {
   // Called on the thread with each part of what arrives, in order; parts begin at multiples of kPartBytes. Must not
   // throw.
   using Arrived = std::function<void(const std::byte* part, size_t offset, size_t num_bytes)>;
+  // Called on the thread, which holds no lock then: may post. Must not throw.
+  using Done = std::function<void()>;
+  using Lost = std::function<void(int peer, const std::string& why)>;
 
   static constexpr size_t kPartBytes = size_t{256} << 10;
 
-  explicit Streams(std::map<int, Fd> connections);
+  // `lost` is told of each connection that is lost before close().
+  explicit Streams(std::map<int, Fd> connections, Lost lost = nullptr);
   ~Streams();
   Streams(const Streams&) = delete;
   Streams& operator=(const Streams&) = delete;
@@ -37,6 +41,10 @@ class Streams {
   MessagePtr send(int peer, const void* data, size_t num_bytes);
   MessagePtr receive(int peer, void* data, size_t num_bytes);
   MessagePtr receive(int peer, size_t num_bytes, Arrived arrived);
+
+  // Without a handle: `done` is called when the message is. Never, where the connection is lost before.
+  void send(int peer, const void* data, size_t num_bytes, Done done);
+  void receive(int peer, void* data, size_t num_bytes, Done done);
 
   enum class State { kUnderWay, kDone, kLost };
   // Waits until the message is done or lost, not longer than `patience`.
@@ -49,9 +57,11 @@ class Streams {
 
  private:
   struct Connection;
+  struct Item;
   struct Shared;
 
-  MessagePtr post(int peer, std::byte* data, size_t num_bytes, bool sends, Arrived arrived);
+  std::shared_ptr<Item> post(int peer, bool sends, Item item);
+  MessagePtr hand_out(int peer, bool sends, Item item);
 
   const std::shared_ptr<Shared> shared_;  // with the messages
   std::thread thread_;

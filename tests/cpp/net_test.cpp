@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "check.h"
@@ -24,27 +25,36 @@ using torchtp::shm::Bootstrap;
 namespace {
 
 using std::chrono::milliseconds;
-using Introductions = std::map<int, std::string>;
+using Introductions = std::vector<std::string>;
 
 const auto kSoon = std::chrono::seconds(60);
 constexpr char kLoopback[] = "lo";
 
-Introductions introduce(Bootstrap& bootstrap, const Door& door) {
-  const auto all = bootstrap.all_gather(door.introduction());
-  Introductions others;
-  for (int r = 0; r < bootstrap.size(); ++r) {
-    if (r != bootstrap.rank()) others[r] = all[r];
+std::set<Line> lines_of(int rank, int size, int num_uses) {
+  std::set<Line> lines;
+  for (int r = 0; r < size; ++r) {
+    for (int use = 0; use < num_uses && r != rank; ++use) lines.insert({r, use});
   }
-  return others;
+  return lines;
 }
 
-std::unique_ptr<Streams> connect(Bootstrap& bootstrap) {
-  const Door door(kLoopback);
-  const Introductions others = introduce(bootstrap, door);
-  auto streams = std::make_unique<Streams>(door.connect(bootstrap.rank(), others, Deadline(kSoon)));
-  bootstrap.all_gather("");
-  return streams;
+std::map<int, Fd> connect(Bootstrap& bootstrap, const Door& door, const Introductions& introductions) {
+  const auto lines = lines_of(bootstrap.rank(), bootstrap.size(), 2);
+  std::map<int, Fd> connections;
+  for (auto& [line, socket] : door.connect(bootstrap.rank(), lines, introductions, Deadline(kSoon))) {
+    if (line.use == 1) connections[line.peer] = std::move(socket);
+  }
+  return connections;
 }
+
+std::map<int, Fd> connections(Bootstrap& bootstrap) {
+  const Door door(kLoopback);
+  auto made = connect(bootstrap, door, bootstrap.all_gather(door.introduction()));
+  bootstrap.all_gather("");
+  return made;
+}
+
+std::unique_ptr<Streams> connect(Bootstrap& bootstrap) { return std::make_unique<Streams>(connections(bootstrap)); }
 
 void finish(Streams& streams, const Streams::MessagePtr& message) {
   const Deadline deadline(kSoon);
@@ -161,7 +171,7 @@ void a_message_given_up_ends_its_connection() {
     const auto streams = connect(bootstrap);
     std::vector<std::byte> much(32 << 20);
     if (bootstrap.rank() == 0) {
-      auto half = std::make_unique<std::vector<std::byte>>(32 << 20);
+      auto half = std::make_unique<std::vector<std::byte>>(33 << 20);  // more than comes
       auto message = streams->receive(1, half->data(), half->size());
       streams->wait(*message, milliseconds(1));
       message.reset();
@@ -201,7 +211,7 @@ Fd knock(const std::string& introduction) {
 void strangers_do_not_get_in() {
   run_threads(3, [](Bootstrap& bootstrap) {
     const Door door(kLoopback);
-    const Introductions others = introduce(bootstrap, door);
+    const Introductions all = bootstrap.all_gather(door.introduction());
     std::vector<Fd> strangers;
     std::mt19937 random(static_cast<unsigned>(bootstrap.rank()) + 3);
     for (int i = 0; i < 150; ++i) {
@@ -214,7 +224,7 @@ void strangers_do_not_get_in() {
       if (i % 5 == 0) strangers.pop_back();
     }
     bootstrap.all_gather("");
-    Streams streams(door.connect(bootstrap.rank(), others, Deadline(kSoon)));
+    Streams streams(connect(bootstrap, door, all));
     bootstrap.all_gather("");
     int word = bootstrap.rank() + 10;
     for (int peer = 0; peer < 3; ++peer) {
@@ -233,10 +243,11 @@ void strangers_do_not_get_in() {
 void a_wrong_door_is_an_error() {
   run_threads(2, [](Bootstrap& bootstrap) {
     const Door door(kLoopback);
-    Introductions others = introduce(bootstrap, door);
-    std::string& peer = others.begin()->second;
+    Introductions all = bootstrap.all_gather(door.introduction());
+    std::string& peer = all[1 - bootstrap.rank()];
     peer.replace(peer.size() - 32, 32, std::string(32, 'x'));
-    const std::string error = error_of([&] { door.connect(bootstrap.rank(), others, Deadline(milliseconds(1500))); });
+    const std::string error = error_of(
+        [&] { door.connect(bootstrap.rank(), lines_of(bootstrap.rank(), 2, 1), all, Deadline(milliseconds(1500))); });
     CHECK_CONTAINS(error, "rank");
     CHECK_CONTAINS(error, "GLOO_SOCKET_IFNAME");
     bootstrap.all_gather("");
@@ -245,17 +256,19 @@ void a_wrong_door_is_an_error() {
 
 void who_does_not_come_is_named() {
   const Door door(kLoopback), other(kLoopback);
-  const std::string late = error_of([&] { door.connect(1, {{0, other.introduction()}}, Deadline(milliseconds(50))); });
+  const std::string late =
+      error_of([&] { door.connect(1, {{0, 0}}, {other.introduction(), ""}, Deadline(milliseconds(50))); });
   CHECK_CONTAINS(late, "waiting for a call of rank 0");
   const std::string silent =
-      error_of([&] { door.connect(0, {{3, other.introduction()}}, Deadline(milliseconds(50))); });
-  CHECK_CONTAINS(silent, "waiting for rank 3 at 127.0.0.1");
+      error_of([&] { door.connect(0, {{1, 0}}, {"", other.introduction()}, Deadline(milliseconds(50))); });
+  CHECK_CONTAINS(silent, "waiting for rank 1 at 127.0.0.1");
   std::string closed;
   {
     const Door gone(kLoopback);
     closed = gone.introduction();
   }
-  CHECK_CONTAINS(error_of([&] { door.connect(0, {{3, closed}}, Deadline(kSoon)); }), "cannot connect to rank 3");
+  CHECK_CONTAINS(error_of([&] { door.connect(0, {{1, 0}}, {"", closed}, Deadline(kSoon)); }),
+                 "cannot connect to rank 1");
 }
 
 void nonsense_is_no_introduction() {
@@ -263,7 +276,7 @@ void nonsense_is_no_introduction() {
   const std::string token(32, 'a');
   for (const std::string& text : {std::string(), std::string("127.0.0.1 5"), "127.0.0.1 5 " + token + "b",
                                   "nobody.example 5 " + token, "127.0.0.1 port " + token, "1.2.3 999999 x " + token}) {
-    error_of([&] { door.connect(0, {{1, text}}, Deadline(kSoon)); });
+    error_of([&] { door.connect(0, {{1, 0}}, {"", text}, Deadline(kSoon)); });
   }
 }
 

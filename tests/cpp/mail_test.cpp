@@ -1,0 +1,251 @@
+// Messages with tags between ranks that are threads, over loopback; and a rank that says nonsense.
+#include "net/mail.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <set>
+
+#include "check.h"
+#include "net/connect.h"
+#include "ranks.h"
+
+using torchtp::Deadline;
+using torchtp::Fd;
+using torchtp::test::run_threads;
+using namespace torchtp::net;
+using torchtp::shm::Bootstrap;
+
+namespace {
+
+using std::chrono::milliseconds;
+
+const auto kSoon = std::chrono::seconds(60);
+
+std::map<int, Fd> connections(Bootstrap& bootstrap) {
+  const Door door("lo");
+  std::set<Line> lines;
+  for (int r = 0; r < bootstrap.size(); ++r) {
+    if (r != bootstrap.rank()) lines.insert({r, 0});
+  }
+  std::map<int, Fd> made;
+  const auto introductions = bootstrap.all_gather(door.introduction());
+  for (auto& [line, socket] : door.connect(bootstrap.rank(), lines, introductions, Deadline(kSoon))) {
+    made[line.peer] = std::move(socket);
+  }
+  bootstrap.all_gather("");
+  return made;
+}
+
+Mail::Memory memory(size_t num_bytes, int value = 0) {
+  std::shared_ptr<std::byte[]> bytes(new std::byte[std::max<size_t>(num_bytes, 1)]);
+  std::memset(bytes.get(), value, num_bytes);
+  return {bytes, bytes.get()};
+}
+
+Mail::State end_of(Mail& mail, const Mail::MessagePtr& message) {
+  const Deadline deadline(kSoon);
+  Mail::State state = Mail::State::kUnderWay;
+  while (state == Mail::State::kUnderWay && !deadline.passed()) state = mail.wait(*message, milliseconds(1000));
+  return state;
+}
+
+void check_done(Mail& mail, const Mail::MessagePtr& message) {
+  if (end_of(mail, message) != Mail::State::kDone) torchtp::test::fail(__FILE__, __LINE__, mail.trouble(*message));
+}
+
+void check_filled(const Mail::Memory& bytes, size_t num_bytes, int value) {
+  CHECK(std::all_of(bytes.get(), bytes.get() + num_bytes,
+                    [&](std::byte each) { return each == static_cast<std::byte>(value); }));
+}
+
+// Everybody sends to everybody in one order, and receives by tags in another.
+void in_any_order(int size) {
+  constexpr int kMessages = 40, kTags = 4;
+  run_threads(size, [&](Bootstrap& bootstrap) {
+    Mail mail(bootstrap.rank(), connections(bootstrap));
+    const auto size_at = [](int from, int to, int i) {
+      const int kind = (from * 7 + to * 3 + i) % 6;
+      return kind == 0 ? 0 : kind < 4 ? kind * 777 : Mail::kEagerBytes * (kind - 3) + i;
+    };
+    struct Expected {
+      Mail::MessagePtr message;
+      Mail::Memory bytes;
+      size_t num_bytes;
+      int value;
+    };
+    std::vector<Mail::MessagePtr> sends;
+    std::vector<Expected> receives;
+    const int me = bootstrap.rank();
+    const auto send = [&](int to) {
+      for (int i = 0; i < kMessages; ++i) {
+        const size_t num_bytes = size_at(me, to, i);
+        sends.push_back(mail.send(to, i % kTags, memory(num_bytes, me + to + i), num_bytes));
+      }
+    };
+    const auto receive = [&](int from) {
+      for (int tag = kTags - 1; tag >= 0; --tag) {
+        for (int i = tag; i < kMessages; i += kTags) {
+          const size_t num_bytes = size_at(from, me, i);
+          const Mail::Memory bytes = memory(num_bytes, 255);
+          receives.push_back({mail.receive(from, tag, bytes, num_bytes), bytes, num_bytes, me + from + i});
+        }
+      }
+    };
+    for (int r = 0; r < size; ++r) {
+      if (r == me) continue;
+      if (me % 2) receive(r);
+      send(r);
+    }
+    for (int r = 0; r < size && me % 2 == 0; ++r) {
+      if (r != me) receive(r);
+    }
+    for (const Expected& each : receives) {
+      check_done(mail, each.message);
+      check_filled(each.bytes, each.num_bytes, each.value);
+    }
+    for (const auto& each : sends) check_done(mail, each);
+    bootstrap.all_gather("");
+  });
+}
+
+void from_anybody() {
+  run_threads(4, [](Bootstrap& bootstrap) {
+    Mail mail(bootstrap.rank(), connections(bootstrap));
+    const size_t num_bytes = 200'000;
+    if (bootstrap.rank() == 0) {
+      std::vector<int> found;
+      for (int i = 0; i < 6; ++i) {
+        const Mail::Memory bytes = memory(num_bytes);
+        const auto message = mail.receive(Mail::kAnyPeer, 9, bytes, num_bytes);
+        check_done(mail, message);
+        found.push_back(mail.source(*message));
+        check_filled(bytes, num_bytes, found.back());
+      }
+      std::sort(found.begin(), found.end());
+      CHECK(found == std::vector<int>({1, 1, 2, 2, 3, 3}));
+    } else {
+      for (int i = 0; i < 2; ++i) mail.send(0, 9, memory(num_bytes, bootstrap.rank()), num_bytes);  // no handle is kept
+    }
+    bootstrap.all_gather("");
+  });
+}
+
+void much_that_nobody_asks_for_waits_at_its_sender() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    Mail mail(bootstrap.rank(), connections(bootstrap));
+    constexpr int kMessages = 1000;
+    constexpr size_t kBytes = 60'000;
+    if (bootstrap.rank() == 0) {
+      std::vector<Mail::MessagePtr> messages;
+      for (int i = 0; i < kMessages; ++i) messages.push_back(mail.send(1, 1, memory(kBytes, i), kBytes));
+      check_done(mail, messages.front());
+      CHECK(mail.wait(*messages.back(), milliseconds(1)) == Mail::State::kUnderWay);
+      bootstrap.all_gather("");
+      for (const auto& each : messages) check_done(mail, each);
+    } else {
+      bootstrap.all_gather("");
+      for (int i = 0; i < kMessages; ++i) {
+        const Mail::Memory bytes = memory(kBytes);
+        check_done(mail, mail.receive(0, 1, bytes, kBytes));
+        check_filled(bytes, kBytes, i);
+      }
+    }
+    bootstrap.all_gather("");
+  });
+}
+
+void two_sizes_are_an_error_that_names_both() {
+  for (const size_t sent : {size_t{10}, size_t{1} << 20}) {
+    run_threads(2, [&](Bootstrap& bootstrap) {
+      Mail mail(bootstrap.rank(), connections(bootstrap));
+      const std::string error =
+          torchtp::cat("rank 1 receives 5 bytes with tag 3 from rank 0, which sent ", sent, " bytes");
+      if (bootstrap.rank() == 0) {
+        const auto message = mail.send(1, 3, memory(sent, 1), sent);
+        if (sent > Mail::kEagerBytes) {
+          CHECK(end_of(mail, message) == Mail::State::kFailed);
+          CHECK_EQUAL(mail.trouble(*message), error);
+        }
+        check_done(mail, mail.send(1, 3, memory(7, 2), 7));
+      } else {
+        const auto message = mail.receive(0, 3, memory(5), 5);
+        CHECK(end_of(mail, message) == Mail::State::kFailed);
+        CHECK_EQUAL(mail.trouble(*message), error);
+        const Mail::Memory bytes = memory(7);
+        check_done(mail, mail.receive(0, 3, bytes, 7));  // the next is right again
+        check_filled(bytes, 7, 2);
+      }
+      bootstrap.all_gather("");
+    });
+  }
+}
+
+void who_goes_says_why() {
+  run_threads(3, [](Bootstrap& bootstrap) {
+    auto mail = std::make_unique<Mail>(bootstrap.rank(), connections(bootstrap));
+    const int me = bootstrap.rank();
+    if (me == 2) {
+      mail->send(0, 1, memory(4, 8), 4);
+      mail->say_goodbye("rank 2 has\nhad enough", milliseconds(10'000));
+      mail.reset();
+      for (int i = 0; i < 3; ++i) bootstrap.all_gather("");
+      return;
+    }
+    bootstrap.all_gather("");
+    if (me == 0) {
+      const Mail::Memory bytes = memory(4);
+      CHECK(end_of(*mail, mail->receive(2, 2, memory(4), 4)) == Mail::State::kLost);
+      check_done(*mail, mail->receive(2, 1, bytes, 4));  // what it sent before
+      check_filled(bytes, 4, 8);
+      CHECK(end_of(*mail, mail->send(2, 1, memory(4), 4)) == Mail::State::kLost);
+    }
+    CHECK_EQUAL(mail->goodbye_of(2, milliseconds(10'000)), "rank 2 has?had enough");
+    CHECK_EQUAL(mail->goodbye_of(1 - me, milliseconds(1)), "");
+    const auto anybody = mail->receive(Mail::kAnyPeer, 5, memory(4), 4);  // one is left
+    CHECK(mail->wait(*anybody, milliseconds(1)) == Mail::State::kUnderWay);
+    bootstrap.all_gather("");
+    mail->send(1 - me, 5, memory(4, 1), 4);
+    check_done(*mail, anybody);
+    bootstrap.all_gather("");
+  });
+}
+
+void nonsense_ends_the_connection() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    std::mt19937 random(7);
+    for (int trial = 0; trial < 200; ++trial) {
+      auto made = connections(bootstrap);
+      if (bootstrap.rank() == 0) {
+        Mail mail(0, std::move(made));
+        const auto one = mail.receive(1, 0, memory(100), 100);
+        const auto other = mail.send(1, 0, memory(100'000), 100'000);
+        bootstrap.all_gather("");
+        end_of(mail, one);
+        CHECK(end_of(mail, other) == Mail::State::kLost || end_of(mail, other) == Mail::State::kFailed ||
+              end_of(mail, other) == Mail::State::kDone);
+      } else {
+        std::vector<uint32_t> words(random() % 200);
+        for (uint32_t& word : words) word = random() % 4 == 0 ? random() : random() % 9;
+        [[maybe_unused]] const ssize_t sent = send(made.at(0).get(), words.data(), words.size() * 4, MSG_NOSIGNAL);
+        bootstrap.all_gather("");
+      }
+    }
+  });
+}
+
+}  // namespace
+
+int main() {
+  return torchtp::test::run({
+      {"in any order, 2 ranks", [] { in_any_order(2); }},
+      {"in any order, 4 ranks", [] { in_any_order(4); }},
+      {"from anybody", from_anybody},
+      {"much that nobody asks for waits at its sender", much_that_nobody_asks_for_waits_at_its_sender},
+      {"two sizes are an error that names both", two_sizes_are_an_error_that_names_both},
+      {"who goes says why", who_goes_says_why},
+      {"nonsense ends the connection", nonsense_ends_the_connection},
+  });
+}
