@@ -121,7 +121,9 @@ def _halos():
     group = dist.new_group(backend="torchtp")
     exchange = _C.exchange_of(group.group_name, "cpu")
     peer = 1 - dist.get_rank()
-    for _ in range(300):
+    for step in range(300):
+        if step % 100 == peer:  # each lets the other wait, also where the other is the slower one
+            torch.randn(1 << 20).sort()
         exchange.finish(exchange.start([(peer, 0, b"x" * 700)], [(peer, 700)]))
     ticket = exchange.start([], [])
     exchange.finish(ticket)
