@@ -17,8 +17,6 @@ constexpr int kLooksOfLongWait = 5;     // after so many a wait is told to the o
 constexpr milliseconds kTellTime{300};  // for telling a cause, and for hearing it
 constexpr milliseconds kGoodbyeTime{1000};
 
-std::string peer_name(int peer) { return peer < 0 ? "a rank" : cat("rank ", peer); }
-
 // The cause in an error of the host's group, without the group's name, which every rank adds itself.
 std::string bare(const std::string& what, const std::string& group_name) {
   const std::string prefix = "torchtp group '" + group_name + "': ";
@@ -101,10 +99,10 @@ int HostLinks::wait_to_the_end(const Message& message, const Deadline& deadline,
     if (state == State::kFailed) throw Error(mail_.trouble(*message.mail));
     if (state == State::kLost) fail_lost(message, call);
     if (deadline.passed()) {
-      fail(cat("timeout passed on rank ", rank_, " while it waited for ", peer_name(message.peer),
-               " on another host, in ", call, ": its network is down, its host is gone, or it is late"));
+      fail(cat("timeout passed on rank ", rank_, " while it waited for ", name_of(message.peer), ", in ", call,
+               is_elsewhere(message.peer) ? ": its network is down, its host is gone, or it is late" : ": it is late"));
     }
-    if (looks == kLooksOfLongWait) long_wait.tell({call, peer_name(message.peer)});
+    if (looks == kLooksOfLongWait) long_wait.tell({call, message.peer < 0 ? "a rank" : cat("rank ", message.peer)});
   }
   long_wait.end();
   return message.mail ? mail_.source(*message.mail) : message.peer;
@@ -112,12 +110,21 @@ int HostLinks::wait_to_the_end(const Message& message, const Deadline& deadline,
 
 void HostLinks::fail_lost(const Message& message, const std::string& call) {
   const std::string trouble = message.mail ? mail_.trouble(*message.mail) : streams_.trouble(message.peer);
-  const std::string told = message.peer < 0 ? "" : mail_.goodbye_of(message.peer, kTellTime);
+  int peer = message.peer;
+  for (const int each : peers_) {
+    if (peer < 0 && mail_.has_lost(each)) peer = each;
+  }
+  const std::string told = peer < 0 ? "" : mail_.goodbye_of(peer, kTellTime);
   host_->check();
   if (!told.empty()) fail(told);
-  if (closed_) throw Error("the connections to other hosts have been closed");
-  fail(cat("rank ", rank_, " lost the connection to ", peer_name(message.peer), " on another host, in ", call, ": ",
-           trouble));
+  if (closed_) throw Error("the connections of the group have been closed");
+  fail(cat("rank ", rank_, " lost the connection to ", name_of(peer), ", in ", call, ": ", trouble));
+}
+
+bool HostLinks::is_elsewhere(int peer) const { return peer < 0 || streams_.reaches(peer); }
+
+std::string HostLinks::name_of(int peer) const {
+  return peer < 0 ? "any rank" : cat("rank ", peer, is_elsewhere(peer) ? " on another host" : "");
 }
 
 void HostLinks::fail(const std::string& why) {

@@ -57,6 +57,8 @@ class HostLinks {
  private:
   net::Mail::State look_at(const Message& message);
   int wait_to_the_end(const Message& message, const Deadline& deadline, const std::string& call);
+  bool is_elsewhere(int peer) const;
+  std::string name_of(int peer) const;  // "rank 3 on another host"
   [[noreturn]] void fail(const std::string& why);
   [[noreturn]] void fail_lost(const Message& message, const std::string& call);
 
