@@ -74,6 +74,39 @@ def a_reshape_that_copies(y, z):
     return y + rows.mean(-1)[..., None, None] + pad[..., 3:-3, 3:-3]
 
 
+def copies_of_channels(y, z):
+    """Of what is not contiguous `contiguous()` and `reshape` copy: what is written into that stays there."""
+    y[:, :2].contiguous().mul_(3)
+    y[:, 0].contiguous().zero_()
+    y[:, 1:3].flatten(0, 1).add_(1)
+    y[:, :1].permute(0, 2, 3, 1).contiguous().sub_(1)
+    y[:, :2].unsqueeze(0).squeeze(0).flatten(2).contiguous().mul_(5)
+    return y * z
+
+
+def copies_of_rows(y, z):
+    y[..., :16].contiguous().mul_(3)
+    y[:, :, ::2].contiguous().zero_()
+    y[..., 5].contiguous().add_(1)
+    F.relu(y[..., 3:9].flatten(2), inplace=True)
+    second = y.chunk(2, -1)[1].contiguous()
+    second.mul_(2)
+    return y * z + second.mean()
+
+
+def copies_of_what_is_expanded(y, z):
+    mean = y.mean(-1, keepdim=True).expand_as(y).contiguous()
+    mean[..., 3:20] += 1
+    first = y[:, :1].expand(-1, 4, -1, -1).reshape(8, *y.shape[2:])
+    first[::4] *= 2
+    return mean * z + first.view_as(y)
+
+
+def copies_of_diagonals(y, z):
+    y.diagonal(dim1=-2, dim2=-1).contiguous().fill_(1.0)
+    return y * z
+
+
 def canvas_like_the_image(y, z):
     canvas = torch.zeros_like(y)
     canvas[..., 1:] = y[..., :-1]
@@ -103,7 +136,9 @@ def spectrum(y, z):
     return torch.fft.irfft2(torch.fft.rfft2(y) * 2, s=y.shape[-2:]) + z
 
 
-GATHERING = {other_shapes, a_reshape_that_copies, plain_canvas, spectrum}
+GATHERING = {
+    other_shapes, a_reshape_that_copies, copies_of_channels, copies_of_rows, copies_of_diagonals, plain_canvas, spectrum
+}  # fmt: skip
 CASES = [
     constants,
     rows_of_another,
@@ -114,6 +149,10 @@ CASES = [
     single_rows,
     other_shapes,
     a_reshape_that_copies,
+    copies_of_channels,
+    copies_of_rows,
+    copies_of_what_is_expanded,
+    copies_of_diagonals,
     canvas_like_the_image,
     cost_volume,
     plain_canvas,

@@ -146,15 +146,27 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
     return redistributed(local_of(tensor), spec, (Replicate(),) * len(spec.placements))
 
 
-def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
-    """A DTensor of global `shape`; its global stride has the order of the local one."""
+def wrap(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    shape: torch.Size,
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """A DTensor of global `shape`; its global stride is dense and has the order of the local one.
+
+    A view's is given: by it `contiguous()` and `reshape()` know that they have to copy, so that writes into the copy do not
+    reach the whole.
+    """
     specs = axes_of(mesh).specs
-    key = (placements, shape, local.dtype, local.stride())
+    key = (placements, shape, local.dtype, local.stride(), stride)
     spec = specs.get(key)
     if spec is None:
         if len(specs) > 4096:
             specs.clear()
-        spec = specs[key] = make_spec(mesh, placements, shape, dense_stride(shape, local.stride()), local.dtype)
+        spec = specs[key] = make_spec(
+            mesh, placements, shape, stride or dense_stride(shape, local.stride()), local.dtype
+        )
     return make_dtensor(local, spec)
 
 

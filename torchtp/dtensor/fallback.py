@@ -56,12 +56,24 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _write_back(op, args, kwargs, full_args, full_kwargs)
         if written is not None and _gives_what_it_wrote(op):
             return written
-    cut_results = pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
-    if op.is_view and cut is args[0]:
-        others = args[1:]
-        for index, part in enumerate(cut_results if isinstance(cut_results, (list, tuple)) else [cut_results]):
-            linked(cut, part, *_view_links(op, others, kwargs, index, isinstance(cut_results, (list, tuple))))
-    return cut_results
+    if not op.is_view or cut is not args[0]:
+        return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+    others = args[1:]
+    views = _views_of_nothing(op, cut, others, kwargs, results)
+    parts = pytree.tree_map(lambda leaf, view: _cut_again(leaf, cut, mesh, placements, view.stride()), results, views)
+    several = isinstance(parts, (list, tuple))
+    for index, part in enumerate(parts if several else [parts]):
+        linked(cut, part, *_view_links(op, others, kwargs, index, several))
+    return parts
+
+
+def _views_of_nothing(op: Op, tensor: DTensor, others: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Any:
+    """What the op gives of a tensor that lies in memory as `tensor` says; gathered it is dense, also where it is a slice."""
+    try:
+        nothing = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return op(nothing, *others, **kwargs)
+    except RuntimeError:
+        return results  # no view: the op was given what one device would refuse
 
 
 def _view_links(op: Op, others: tuple[Any, ...], kwargs: dict[str, Any], index: int, several: bool) -> tuple[Take, Put]:
@@ -112,7 +124,7 @@ def _writable(leaf: Any) -> Any:
     return _full(leaf).contiguous() if isinstance(leaf, DTensor) else _full(leaf)
 
 
-def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements) -> Any:
+def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements, stride: Any = None) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     kept = tuple(
@@ -121,7 +133,7 @@ def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placement
         else Replicate()
         for placement in placements
     )
-    return wrap(cut_locally(leaf, mesh, kept).clone(), mesh, kept, leaf.shape)
+    return wrap(cut_locally(leaf, mesh, kept).clone(), mesh, kept, leaf.shape, stride)
 
 
 def _write_back(
@@ -170,6 +182,8 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
         op(*local_args, **local_kwargs)  # every rank writes into what all of them hold
         return args[0]
+    if whole and is_composite(op):  # `contiguous` of a view: the local tensor may be a dense copy already
+        return taken_apart(op, args, kwargs)
     if whole:
         return _on_replicas(op, args, kwargs, cut.device_mesh)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))

@@ -188,7 +188,10 @@ def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             local_shape[dim + more] = end - begin
             if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
                 local = everywhere(local, mesh, axis, dim, 1, 0, 1)
-    return wrap(aten.expand(local, local_shape), mesh, wider, shape)
+    stride = tuple(
+        0 if i < more or tensor.size(i - more) != size else tensor.stride(i - more) for i, size in enumerate(shape)
+    )
+    return wrap(aten.expand(local, local_shape), mesh, wider, shape, stride)
 
 
 @spatial_rule("repeat")

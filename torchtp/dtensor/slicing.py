@@ -34,12 +34,13 @@ def _sliced(tensor: DTensor, dim: int, begin: int, end: int, step: int) -> tuple
     """The rows, and whether they are a copy."""
     local, mesh, placements = summed(tensor)
     extent = max(0, -(-(end - begin) // step))
-    shape = resized(tensor.shape, dim, extent)
+    shape, stride = resized(tensor.shape, dim, extent), tensor.stride()
+    stride = (*stride[:dim], stride[dim] * step, *stride[dim + 1 :])
     axis = axis_cutting(placements, dim)
     if axis is None:
-        return wrap(aten.slice(local, dim, begin, max(begin, end), step), mesh, placements, shape), False
+        return wrap(aten.slice(local, dim, begin, max(begin, end), step), mesh, placements, shape, stride), False
     if (begin, end, step) == (0, tensor.size(dim), 1):
-        return wrap(aten.alias(local), mesh, placements, shape), False
+        return wrap(aten.alias(local), mesh, placements, shape, stride), False
     rows = pulled(
         local,
         mesh,
@@ -49,7 +50,7 @@ def _sliced(tensor: DTensor, dim: int, begin: int, end: int, step: int) -> tuple
         extent,
         lambda o0, o1: (begin + o0 * step, begin + (o1 - 1) * step + 1),
     )
-    return wrap(rows if step == 1 else aten.slice(rows, dim, 0, None, step), mesh, placements, shape), True
+    return wrap(rows if step == 1 else aten.slice(rows, dim, 0, None, step), mesh, placements, shape, stride), True
 
 
 def _put_rows(rows: DTensor, whole: DTensor, dim: int, begin: int, step: int) -> None:
@@ -132,12 +133,13 @@ def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _selected(tensor: DTensor, dim: int, index: int) -> tuple[DTensor, bool]:
     """The row, and whether it is a copy."""
     local, mesh, placements = summed(tensor)
-    shape = torch.Size([*tensor.shape[:dim], *tensor.shape[dim + 1 :]])
+    shape, stride = torch.Size([*tensor.shape[:dim], *tensor.shape[dim + 1 :]]), tensor.stride()
+    stride = (*stride[:dim], *stride[dim + 1 :])
     axis = axis_cutting(placements, dim)
     if axis is None:
-        return wrap(aten.select(local, dim, index), mesh, without(placements, dim), shape), False
+        return wrap(aten.select(local, dim, index), mesh, without(placements, dim), shape, stride), False
     row = everywhere(local, mesh, axis, dim, tensor.size(dim), index, index + 1)
-    return wrap(row.squeeze(dim), mesh, without(uncut(placements, dim), dim), shape), True
+    return wrap(row.squeeze(dim), mesh, without(uncut(placements, dim), dim), shape, stride), True
 
 
 def _put_row(row: DTensor, whole: DTensor, dim: int, index: int) -> None:

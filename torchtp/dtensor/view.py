@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.cut import dense_stride, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import pulled, pushed, same_chunks, scaled
 from torchtp.dtensor.parts import linked
@@ -151,7 +151,17 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         # this rank holds `factor` times its chunk of the old dim; the new dim's chunks lie elsewhere
         local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
         copied = True
-    return wrap(local, mesh, tuple(out), shape), copied
+    return wrap(local, mesh, tuple(out), shape, _stride_of_view(tensor, shape)), copied
+
+
+def _stride_of_view(tensor: DTensor, shape: torch.Size) -> tuple[int, ...] | None:
+    """Of a view of what is itself not dense, a slice; None where the whole can't be viewed so, or is dense."""
+    if tensor.stride() == dense_stride(tensor.shape, tensor.stride()):
+        return None
+    try:
+        return torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape).stride()
+    except RuntimeError:
+        return None
 
 
 def _viewed(local: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -171,7 +181,8 @@ def squeeze(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fallback(op, args, kwargs)
     kept = tuple(Shard(p.dim - sum(dim < p.dim for dim in dims)) if plain_shard(p) else p for p in placements)
     shape = torch.Size([size for dim, size in enumerate(tensor.shape) if dim not in dims])
-    return wrap(aten.squeeze.dims(local, dims), mesh, kept, shape)
+    stride = tuple(step for dim, step in enumerate(tensor.stride()) if dim not in dims)
+    return wrap(aten.squeeze.dims(local, dims), mesh, kept, shape, stride)
 
 
 @spatial_rule("pixel_shuffle")
