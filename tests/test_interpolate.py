@@ -134,6 +134,17 @@ def other_geometries():
             assert_same(out, cut.shard(F.interpolate(x, size=(2, width), mode=mode)), (mode, width), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_rows_are_those_that_aten_takes_of_small_and_large_images(mode, dtype):
+    # Where a coordinate lies half way rounding decides, and ATen rounds otherwise up to 128 rows and columns together.
+    for rows, columns in [(24, 33), (6, 26), (2, 26), (31, 17)]:
+        x = torch.arange(rows * columns, dtype=dtype).view(1, 1, rows, columns)
+        for size in [(37, 50), (41, 55), (74, 22), (64, 64), (64, 65), (120, 40), (1, 127), (2, 127)]:
+            found = torch.ops.torchtp.interpolate(x, mode, list(size), [0.0, 0.0], False, [], [], [])
+            assert torch.equal(found, F.interpolate(x, size=size, mode=mode)), (rows, columns, size)
+
+
 def test_taps_are_remembered_by_geometry():
     run_ranks(other_geometries, 2)
 

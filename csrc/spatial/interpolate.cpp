@@ -31,8 +31,11 @@ void check(at::IntArrayRef sizes, const InterpolateParams& params) {
 }
 
 std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& params, const std::vector<Cut>& cuts,
-                            at::ScalarType dtype, bool backward) {
+                            const at::TensorOptions& options, bool backward) {
   check(sizes, params);
+  const std::vector<int64_t>& outputs = params.output_size;
+  const bool is_cpu = options.device().is_cpu();
+  const bool small_image = is_cpu && outputs.size() == 2 && outputs[0] + outputs[1] <= 128 && !backward;
   std::vector<Axis> axes;
   for (size_t index = 0; index < params.output_size.size(); ++index) {
     const auto dim = static_cast<int64_t>(index) + 2;
@@ -45,8 +48,9 @@ std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& para
                           params.output_size[index],
                           params.scales[index],
                           params.align_corners,
-                          dtype == at::kDouble,
-                          backward};
+                          options.dtype() == at::kDouble,
+                          backward,
+                          small_image};
     if (cut) {
       resampling.size = cut->group.size;
       resampling.rank = cut->group.rank;
@@ -158,7 +162,7 @@ std::vector<int64_t> interpolate_sizes(at::IntArrayRef input_sizes, const Interp
 
 at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params, const std::vector<Cut>& cuts) {
   TORCH_CHECK(at::isFloatingType(input.scalar_type()), "interpolate: needs floating point, got ", input.scalar_type());
-  const std::vector<Axis> axes = make_axes(input.sizes(), params, cuts, input.scalar_type(), false);
+  const std::vector<Axis> axes = make_axes(input.sizes(), params, cuts, input.options(), false);
   at::Tensor x = dense(input);
   for (const Axis& axis : axes) {
     if (axis.cut) x = pull(x, *axis.cut, axis.taps->wanted, axis.taps->frame);
@@ -182,7 +186,7 @@ at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
 #ifdef TORCHTP_CUDA
   as_aten = !has_interpolate_cuda(grad_output, params);  // kernels have the exact adjoint of their forward
 #endif
-  const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.scalar_type(), as_aten);
+  const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.options(), as_aten);
   at::Tensor grad = dense(grad_output);
 #ifdef TORCHTP_CUDA
   if (!as_aten) {

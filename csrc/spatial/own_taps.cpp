@@ -12,8 +12,8 @@ namespace {
 constexpr size_t kMaxRemembered = 4 << 20;  // taps, 16 bytes each
 
 OwnTaps make_own_taps(const Resampling& dim) {
-  const Taps taps =
-      make_taps(dim.mode, dim.in_extent, dim.out_extent, dim.scale, dim.align_corners, dim.wide, dim.backward);
+  const Taps taps = make_taps(dim.mode, dim.in_extent, dim.out_extent, dim.scale, dim.align_corners, dim.wide,
+                              dim.backward, dim.small_image);
   OwnTaps own;
   own.each = taps.each;
   own.outputs = {0, dim.out_extent};

@@ -10,21 +10,22 @@
 
 namespace torchtp::spatial {
 
-// One dim of a resampling, whole or cut over ranks. `mode`, `scale` and `wide` are those of make_taps.
+// One dim of a resampling, whole or cut over ranks. `mode`, `scale`, `wide` and `small_image` are those
+// of make_taps.
 struct Resampling {
   std::string mode;
   int64_t in_extent = 1, out_extent = 1;  // global
   double scale = 0;
-  bool align_corners = false, wide = false, backward = false;
+  bool align_corners = false, wide = false, backward = false, small_image = false;
   int size = 0, rank = 0;  // of the group; a size of 0: not cut
 
   friend bool operator<(const Resampling& a, const Resampling& b) { return a.tie() < b.tie(); }
 
  private:
   std::tuple<const std::string&, const int64_t&, const int64_t&, const double&, const bool&, const bool&, const bool&,
-             const int&, const int&>
+             const bool&, const int&, const int&>
   tie() const {
-    return std::tie(mode, in_extent, out_extent, scale, align_corners, wide, backward, size, rank);
+    return std::tie(mode, in_extent, out_extent, scale, align_corners, wide, backward, small_image, size, rank);
   }
 };
 

@@ -2,11 +2,13 @@
 
 #include <ATen/ops/_upsample_nearest_exact1d.h>
 #include <ATen/ops/_upsample_nearest_exact1d_backward.h>
+#include <ATen/ops/_upsample_nearest_exact2d.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/upsample_nearest1d.h>
 #include <ATen/ops/upsample_nearest1d_backward.h>
+#include <ATen/ops/upsample_nearest2d.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -128,9 +130,10 @@ Taps copying_taps(int64_t extent) {
 }
 
 // Rounding decides which row is nearest, and ATen rounds otherwise in backward than in forward, so ATen itself is
-// asked. Forward it resamples the row numbers. Backward it adds ones: as many as a row gets of them, so many outputs in
-// turn are nearest to it.
-Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scale, bool wide, bool backward) {
+// asked. Forward it resamples the row numbers, for small images as one of them, which it rounds otherwise again.
+// Backward it adds ones: as many as a row gets of them, so many outputs in turn are nearest to it.
+Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scale, bool wide, bool backward,
+                  bool small_image) {
   const auto type = wide || in_extent >= (1 << 24) ? at::kDouble : at::kFloat;
   const auto options = at::TensorOptions().dtype(type);
   const std::optional<double> given = scale > 0 ? std::optional<double>(scale) : std::nullopt;
@@ -141,6 +144,11 @@ Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scal
     const at::Tensor counts = exact ? at::_upsample_nearest_exact1d_backward(ones, {out_extent}, sizes, given)
                                     : at::upsample_nearest1d_backward(ones, {out_extent}, sizes, given);
     nearest = at::repeat_interleave(counts.view({in_extent}).to(at::kLong));
+  } else if (small_image) {
+    const at::Tensor rows = at::arange(in_extent, options).view({1, 1, 1, in_extent});
+    const std::vector<int64_t> sizes{1, out_extent};
+    nearest = exact ? at::_upsample_nearest_exact2d(rows, sizes, std::nullopt, given)
+                    : at::upsample_nearest2d(rows, sizes, std::nullopt, given);
   } else {
     const at::Tensor rows = at::arange(in_extent, options).view({1, 1, in_extent});
     nearest = exact ? at::_upsample_nearest_exact1d(rows, {out_extent}, given)
@@ -166,9 +174,9 @@ Interval Taps::read_by(const Interval& outputs) const {
 }
 
 Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
-               bool wide, bool backward) {
+               bool wide, bool backward, bool small_image) {
   if (mode == "nearest" || mode == "nearest-exact") {
-    return nearest_taps(mode == "nearest-exact", in_extent, out_extent, scale, wide, backward);
+    return nearest_taps(mode == "nearest-exact", in_extent, out_extent, scale, wide, backward, small_image);
   }
   if (mode == "linear") {
     return wide ? linear_taps<double>(in_extent, out_extent, scale, align_corners)
