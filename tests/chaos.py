@@ -296,7 +296,7 @@ def judge(trial, diary, spoke, latencies):
             named = victim_phase == 0
         elif trial.places and spoke:
             # Who loses the connection hears the cause from a rank of that host, if one is left who could tell.
-            named = named or f"lost the connection to rank {trial.victim} " in error
+            named = named or re.search(rf"lost the connection to rank {trial.victim}\b", error) is not None
             # Alone on its host and not yet connected, it could be missed by nobody before the deadline.
             alone = trial.places.count(trial.places[trial.victim]) == 1
             named = named or (victim_phase == 0 and alone and f"rank {trial.victim} did not come" in error)
