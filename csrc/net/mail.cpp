@@ -42,6 +42,7 @@ Mail::~Mail() { close(); }
 
 Mail::MessagePtr Mail::send(int peer, int tag, Memory data, size_t num_bytes) {
   auto message = std::make_shared<Message>(Message{true, peer, tag, std::move(data), num_bytes, State::kUnderWay, ""});
+  std::vector<Memory> ended;
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer& to = peers_.at(peer);
   if (is_lost(*message)) return message;
@@ -51,6 +52,7 @@ Mail::MessagePtr Mail::send(int peer, int tag, Memory data, size_t num_bytes) {
     if (num_bytes > 0) std::memcpy(copy.get(), message->data.get(), num_bytes);
     post(peer, {Kind::kEager, tag, num_bytes, 0}, std::move(copy), num_bytes, nullptr);
     finish(message, peer);
+    ended.swap(ended_);
   } else {
     const uint64_t number = to.next_offer++;
     to.offered[number] = message;
@@ -61,6 +63,7 @@ Mail::MessagePtr Mail::send(int peer, int tag, Memory data, size_t num_bytes) {
 
 Mail::MessagePtr Mail::receive(int peer, int tag, Memory data, size_t num_bytes) {
   auto message = std::make_shared<Message>(Message{false, peer, tag, std::move(data), num_bytes, State::kUnderWay, ""});
+  std::vector<Memory> ended;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto fits = [&](const Arrival& each) {
     return each.header.tag == tag && (peer == kAnyPeer || each.peer == peer);
@@ -72,6 +75,7 @@ Mail::MessagePtr Mail::receive(int peer, int tag, Memory data, size_t num_bytes)
     const Arrival taken = std::move(*arrival);
     arrivals_.erase(arrival);
     take(message, taken);
+    ended.swap(ended_);
   }
   return message;
 }
@@ -125,14 +129,24 @@ void Mail::post(int peer, Header header, Memory payload, size_t num_bytes, Messa
   if (num_bytes == 0) return;
   std::byte* const data = payload.get();
   streams_->send(peer, data, num_bytes, [this, payload = std::move(payload), kind = header.kind, peer, finishes] {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (finishes) finish(finishes, peer);
-    if (kind == Kind::kGoodbye) ++num_goodbyes_sent_;
-    changed_.notify_all();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (finishes) finish(finishes, peer);
+      if (kind == Kind::kGoodbye) ++num_goodbyes_sent_;
+      changed_.notify_all();
+    }
+    give_back();
   });
 }
 
+void Mail::give_back() {
+  std::vector<Memory> ended;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ended.swap(ended_);
+}
+
 void Mail::read_header(int peer) {
+  give_back();
   streams_->receive(peer, &peers_.at(peer).header, sizeof(Header), [this, peer] { take_header(peer); });
 }
 
@@ -229,14 +243,14 @@ void Mail::take_header(int peer) {
 void Mail::finish(const MessagePtr& message, int source) {
   message->peer = source;
   message->state = State::kDone;
-  message->data.reset();
+  ended_.push_back(std::move(message->data));
   changed_.notify_all();
 }
 
 void Mail::fail(const MessagePtr& message, const std::string& why) {
   message->state = State::kFailed;
   message->trouble = why;
-  message->data.reset();
+  ended_.push_back(std::move(message->data));
   changed_.notify_all();
 }
 

@@ -94,6 +94,7 @@ class Mail {
   void arrived(int peer, const Header& header, Memory bytes);
   void take(const MessagePtr& message, const Arrival& arrival);
   void post(int peer, Header header, Memory payload, size_t num_bytes, MessagePtr finishes);
+  void give_back();
   void finish(const MessagePtr& message, int source);
   void fail(const MessagePtr& message, const std::string& why);
   void lose(int peer, const std::string& why);
@@ -106,6 +107,9 @@ class Mail {
   std::list<MessagePtr> receives_;  // not matched, in the order posted
   std::list<Arrival> arrivals_;     // in the order in which they came
   size_t num_goodbyes_sent_ = 0;
+  // Of messages that have ended. Given back without the lock: it may be a tensor of Python's, which has a lock of its
+  // own.
+  std::vector<Memory> ended_;
   bool closed_ = false;
   std::unique_ptr<Streams> streams_;
 };

@@ -52,9 +52,10 @@ struct Streams::Shared {
   std::condition_variable changed;   // an item is done or lost
   std::condition_variable put_down;  // `held` has changed
   std::map<int, Connection> connections;
-  std::vector<int> untold;     // whose connections are lost
-  const Item* held = nullptr;  // whose memory the thread reads or writes now
-  bool asleep = false;         // the thread: whoever has something for it rings
+  std::vector<int> untold;                     // whose connections are lost
+  std::vector<std::shared_ptr<Item>> dropped;  // and what was under way there; given back without the lock
+  const Item* held = nullptr;                  // whose memory the thread reads or writes now
+  bool asleep = false;                         // the thread: whoever has something for it rings
   bool stopping = false;
   const Fd epoll = Fd::epoll();
   const Fd wake = Fd::event();
@@ -96,8 +97,10 @@ class Streams::Message {
 void Streams::Shared::lose(Connection& connection, const std::string& why) {
   if (!connection.trouble.empty()) return;
   connection.trouble = why;
-  connection.sends.clear();
-  connection.receives.clear();
+  for (auto* const queue : {&connection.sends, &connection.receives}) {
+    dropped.insert(dropped.end(), queue->begin(), queue->end());
+    queue->clear();
+  }
   untold.push_back(connection.peer);
   shutdown(connection.socket.get(), SHUT_RDWR);  // a forked child may hold the socket, too
   changed.notify_all();
@@ -145,17 +148,27 @@ bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<
   if (!is_last || queue.empty()) return true;
   message.done = true;
   queue.pop_front();
-  if (message.finished) {
-    lock.unlock();
-    message.finished();
-    lock.lock();
-  } else {
+  if (!message.finished) {
     changed.notify_all();
+    return true;
   }
+  // What it holds may be a tensor of Python's, whose lock must not be waited for under ours.
+  Done finished = std::move(message.finished);
+  lock.unlock();
+  finished();
+  finished = nullptr;
+  lock.lock();
   return true;
 }
 
 void Streams::Shared::tell_losses(std::unique_lock<std::mutex>& lock) {
+  if (!dropped.empty()) {
+    auto given_back = std::move(dropped);
+    dropped.clear();
+    lock.unlock();
+    given_back.clear();
+    lock.lock();
+  }
   while (!untold.empty() && !stopping) {
     const int peer = untold.back();
     untold.pop_back();
@@ -289,6 +302,9 @@ void Streams::close() noexcept {
     shared_->ring();
   }
   if (thread_.joinable()) thread_.join();
+  std::vector<std::shared_ptr<Item>> given_back;
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  given_back.swap(shared_->dropped);
 }
 
 }  // namespace torchtp::net
