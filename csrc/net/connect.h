@@ -29,8 +29,8 @@ class Door {
   // For the others, through the bootstrap: "10.0.0.1 4711 <token>".
   std::string introduction() const;
 
-  // A connection to each rank of `introductions`; collective among them. Throws when one has not come by the deadline
-  // or cannot be reached.
+  // The connections `lines`; the ranks at their other ends wait for the same. introductions[r] is that of rank r.
+  // Throws when one has not come by the deadline or cannot be reached.
   std::map<Line, Fd> connect(int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions,
                              const Deadline& deadline) const;
 

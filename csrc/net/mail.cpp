@@ -145,6 +145,14 @@ void Mail::give_back() {
   ended.swap(ended_);
 }
 
+Mail::MessagePtr Mail::take_out(std::map<uint64_t, MessagePtr>& messages, uint64_t number) {
+  const auto found = messages.find(number);
+  if (found == messages.end()) return nullptr;
+  MessagePtr message = std::move(found->second);
+  messages.erase(found);
+  return message;
+}
+
 void Mail::read_header(int peer) {
   give_back();
   streams_->receive(peer, &peers_.at(peer).header, sizeof(Header), [this, peer] { take_header(peer); });
@@ -179,28 +187,22 @@ void Mail::take_header(int peer) {
       arrived(peer, header, nullptr);
       break;
     case Kind::kAsk: {
-      const auto found = from.offered.find(header.number);
-      if (found == from.offered.end()) return nonsense();
-      const MessagePtr message = found->second;
-      from.offered.erase(found);
+      const MessagePtr message = take_out(from.offered, header.number);
+      if (!message) return nonsense();
       const size_t num_bytes = message->num_bytes;
       post(peer, {Kind::kData, 0, num_bytes, header.number}, message->data, num_bytes, message);
       break;
     }
     case Kind::kRefusal: {
-      const auto found = from.offered.find(header.number);
-      if (found == from.offered.end()) return nonsense();
-      const MessagePtr message = found->second;
-      from.offered.erase(found);
+      const MessagePtr message = take_out(from.offered, header.number);
+      if (!message) return nonsense();
       fail(message, cat("rank ", peer, " receives ", header.num_bytes, " bytes with tag ", message->tag, " from rank ",
                         rank_, ", which sent ", message->num_bytes, " bytes"));
       break;
     }
     case Kind::kData: {
-      const auto found = from.asked.find(header.number);
-      if (found == from.asked.end() || header.num_bytes != found->second->num_bytes) return nonsense();
-      const MessagePtr message = found->second;
-      from.asked.erase(found);
+      const MessagePtr message = take_out(from.asked, header.number);
+      if (!message || header.num_bytes != message->num_bytes) return nonsense();
       return streams_->receive(peer, message->data.get(), message->num_bytes, [this, peer, message] {
         {
           const std::lock_guard<std::mutex> hold(mutex_);

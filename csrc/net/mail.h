@@ -89,6 +89,7 @@ class Mail {
     std::string why;
   };
 
+  static MessagePtr take_out(std::map<uint64_t, MessagePtr>& messages, uint64_t number);  // null: there is none
   void read_header(int peer);
   void take_header(int peer);
   void arrived(int peer, const Header& header, Memory bytes);
