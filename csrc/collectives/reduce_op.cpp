@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-#include "collectives/reduce_16bit.h"
+#include "collectives/reduce_simd.h"
 #include "core/error.h"
 
 namespace torchtp::collectives {
@@ -220,8 +220,8 @@ bool is_reducible(c10::ScalarType dtype, ReduceOp op) {
 void reduce_inputs(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
                    ReduceOp op, int divisor) {
   if (count == 0 || inputs.empty()) return;
-  const int num_inputs = static_cast<int>(inputs.size());
-  if (divisor == 0) divisor = num_inputs;
+  if (divisor == 0) divisor = static_cast<int>(inputs.size());
+  if (reduce_simd(out, inputs, count, dtype, op, divisor)) return;
   switch (dtype) {
     case c10::ScalarType::Bool:
       return reduce_bool(out, inputs, count, op);
@@ -236,10 +236,8 @@ void reduce_inputs(std::byte* out, const std::vector<const std::byte*>& inputs, 
     case c10::ScalarType::Long:
       return reduce_as<int64_t>(out, inputs, count, op, divisor);
     case c10::ScalarType::Half:
-      if (divisor == num_inputs && reduce_16bit(out, inputs, count, dtype, op)) return;
       return reduce_as<c10::Half>(out, inputs, count, op, divisor);
     case c10::ScalarType::BFloat16:
-      if (divisor == num_inputs && reduce_16bit(out, inputs, count, dtype, op)) return;
       return reduce_as<c10::BFloat16>(out, inputs, count, op, divisor);
     case c10::ScalarType::Float:
       return reduce_as<float>(out, inputs, count, op, divisor);

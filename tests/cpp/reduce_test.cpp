@@ -1,4 +1,5 @@
-// Reductions of 16-bit numbers against the same by c10's conversions, one element at a time.
+// Reductions of floating-point numbers, by each set of instructions that this processor has, against the same by c10's
+// conversions, one element at a time.
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -9,6 +10,7 @@
 
 #include "check.h"
 #include "collectives/reduce_op.h"
+#include "collectives/reduce_simd.h"
 
 using namespace torchtp::collectives;
 
@@ -35,7 +37,25 @@ bool same(T a, T b) {
   return nan ? std::isnan(static_cast<float>(b)) : std::memcmp(&a, &b, sizeof(T)) == 0;
 }
 
-// Every bit pattern, combined with others of any size, in and out of place.
+// As reduce_inputs() does it, and by vectors of every width.
+std::vector<SimdReduction*> ways() {
+  auto found = simd_reductions();
+  found.push_back([](std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
+                     ReduceOp op, int) {
+    reduce_inputs(out, inputs, count, dtype, op);
+    return true;
+  });
+  return found;
+}
+
+template <typename T>
+std::vector<const std::byte*> pointers_to(const std::vector<std::vector<T>>& inputs) {
+  std::vector<const std::byte*> pointers;
+  for (const auto& input : inputs) pointers.push_back(reinterpret_cast<const std::byte*>(input.data()));
+  return pointers;
+}
+
+// Every bit pattern of 16 bits (of fp32: random ones), combined with others of any size, in and out of place.
 template <typename T>
 void every_number_is_reduced_as_element_by_element(c10::ScalarType dtype) {
   std::mt19937 random(1);
@@ -44,19 +64,20 @@ void every_number_is_reduced_as_element_by_element(c10::ScalarType dtype) {
     std::vector<std::vector<T>> inputs(num_inputs, std::vector<T>(kCount));
     for (size_t i = 0; i < kCount; ++i) {
       for (size_t r = 0; r < num_inputs; ++r) {
-        const auto bits = static_cast<uint16_t>(r == 0 ? i : random());
+        const auto bits = static_cast<uint32_t>(r == 0 && sizeof(T) == 2 ? i : random());
         std::memcpy(&inputs[r][i], &bits, sizeof(T));
       }
     }
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
-      for (const bool in_place : {false, true}) {
-        auto sources = inputs;
-        std::vector<T> separate(kCount);
-        std::vector<T>& out = in_place ? sources.back() : separate;
-        std::vector<const std::byte*> pointers;
-        for (const auto& source : sources) pointers.push_back(reinterpret_cast<const std::byte*>(source.data()));
-        reduce_inputs(reinterpret_cast<std::byte*>(out.data()), pointers, kCount, dtype, op);
-        for (size_t i = 0; i < kCount; ++i) CHECK(same(expected(inputs, i, op), out[i]));
+      for (SimdReduction* const way : ways()) {
+        for (const bool in_place : {false, true}) {
+          auto sources = inputs;
+          std::vector<T> separate(kCount);
+          std::vector<T>& out = in_place ? sources.back() : separate;
+          CHECK(way(reinterpret_cast<std::byte*>(out.data()), pointers_to(sources), kCount, dtype, op,
+                    static_cast<int>(num_inputs)));
+          for (size_t i = 0; i < kCount; ++i) CHECK(same(expected(inputs, i, op), out[i]));
+        }
       }
     }
   }
@@ -65,19 +86,28 @@ void every_number_is_reduced_as_element_by_element(c10::ScalarType dtype) {
 // What is left over of whole vectors: not a byte beyond the end is read or written.
 template <typename T>
 void any_number_of_elements(c10::ScalarType dtype) {
-  for (size_t count = 0; count <= 40; ++count) {
+  for (size_t count = 0; count <= 300; ++count) {
     std::vector<std::vector<T>> inputs(3, std::vector<T>(count));
     for (size_t r = 0; r < 3; ++r) {
       for (size_t i = 0; i < count; ++i) inputs[r][i] = static_cast<T>(static_cast<float>(r * 50 + i) / 8);
     }
-    std::vector<T> out(count + 1, static_cast<T>(77.0f));
-    std::vector<const std::byte*> pointers;
-    for (const auto& input : inputs) pointers.push_back(reinterpret_cast<const std::byte*>(input.data()));
-    reduce_inputs(reinterpret_cast<std::byte*>(out.data()), pointers, static_cast<int64_t>(count), dtype,
-                  ReduceOp::kAvg);
-    for (size_t i = 0; i < count; ++i) CHECK(same(expected(inputs, i, ReduceOp::kAvg), out[i]));
-    CHECK(static_cast<float>(out[count]) == 77.0f);
+    for (SimdReduction* const way : ways()) {
+      std::vector<T> out(count + 1, static_cast<T>(77.0f));
+      CHECK(way(reinterpret_cast<std::byte*>(out.data()), pointers_to(inputs), static_cast<int64_t>(count), dtype,
+                ReduceOp::kAvg, 3));
+      for (size_t i = 0; i < count; ++i) CHECK(same(expected(inputs, i, ReduceOp::kAvg), out[i]));
+      CHECK(static_cast<float>(out[count]) == 77.0f);
+    }
   }
+}
+
+// Partial sums of several hosts are divided by the ranks of all.
+void an_average_is_over_as_many_as_are_told() {
+  const std::vector<std::vector<float>> inputs = {std::vector<float>(200, 10.0f), std::vector<float>(200, 5.0f)};
+  std::vector<float> out(200);
+  reduce_inputs(reinterpret_cast<std::byte*>(out.data()), pointers_to(inputs), 200, c10::ScalarType::Float,
+                ReduceOp::kAvg, 6);
+  for (const float value : out) CHECK_EQUAL(value, 2.5f);
 }
 
 }  // namespace
@@ -88,7 +118,11 @@ int main() {
        [] { every_number_is_reduced_as_element_by_element<c10::Half>(c10::ScalarType::Half); }},
       {"every bf16 is reduced as element by element",
        [] { every_number_is_reduced_as_element_by_element<c10::BFloat16>(c10::ScalarType::BFloat16); }},
+      {"fp32 is reduced as element by element",
+       [] { every_number_is_reduced_as_element_by_element<float>(c10::ScalarType::Float); }},
       {"any number of fp16", [] { any_number_of_elements<c10::Half>(c10::ScalarType::Half); }},
       {"any number of bf16", [] { any_number_of_elements<c10::BFloat16>(c10::ScalarType::BFloat16); }},
+      {"any number of fp32", [] { any_number_of_elements<float>(c10::ScalarType::Float); }},
+      {"an average is over as many as are told", an_average_is_over_as_many_as_are_told},
   });
 }

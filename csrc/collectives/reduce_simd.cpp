@@ -1,0 +1,26 @@
+#include "collectives/reduce_simd.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace torchtp::collectives {
+
+std::vector<SimdReduction*> simd_reductions() {
+  std::vector<SimdReduction*> found;
+#if defined(__x86_64__)
+  unsigned int a = 0, b = 0, c = 0, d = 0;
+  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) found.push_back(avx512::reduce);
+  if (__builtin_cpu_supports("avx2") && has_f16c) found.push_back(avx2::reduce);
+#endif
+  return found;
+}
+
+bool reduce_simd(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
+                 ReduceOp op, int divisor) {
+  static const std::vector<SimdReduction*> reductions = simd_reductions();
+  return !reductions.empty() && reductions[0](out, inputs, count, dtype, op, divisor);
+}
+
+}  // namespace torchtp::collectives

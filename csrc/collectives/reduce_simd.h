@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "collectives/reduce_op.h"
+
+namespace torchtp::collectives {
+
+// reduce_inputs() for fp32, fp16 and bf16 with vector instructions; false, and nothing done, for other dtypes and where
+// the op is not SUM, AVG, PRODUCT, MIN or MAX. The bits of a result do not depend on the instructions.
+using SimdReduction = bool(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count,
+                           c10::ScalarType dtype, ReduceOp op, int divisor);
+
+namespace avx2 {
+SimdReduction reduce;
+}
+namespace avx512 {
+SimdReduction reduce;
+}
+
+// Those that this processor has the instructions for, the widest first; mostly one or two.
+std::vector<SimdReduction*> simd_reductions();
+
+// By the widest; false where there is none.
+SimdReduction reduce_simd;
+
+}  // namespace torchtp::collectives

@@ -1,0 +1,167 @@
+#pragma once
+
+// For a file that has defined TORCHTP_TARGET, the instructions it may use, and TORCHTP_VECTOR, the same for what is
+// always inlined: `reduce_floats<V>()`, V being what that file says of its vectors.
+//
+// Everything between the loads of a number and its store stays in registers. Compilers do not see through the
+// conversions of c10::Half and c10::BFloat16, element by element they take several times as long as the memory.
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/reduce_simd.h"
+
+namespace torchtp::collectives {
+namespace {
+
+// Twice V::kLanes numbers in fp32; which of the two holds which is the format's affair.
+template <typename V>
+struct Wide {
+  typename V::Floats a, b;
+};
+
+template <typename V>
+struct Fp32 {
+  using Number = float;
+  TORCHTP_VECTOR static Wide<V> load(const float* in) { return {V::load(in), V::load(in + V::kLanes)}; }
+  TORCHTP_VECTOR static void store(float* out, const Wide<V>& value) {
+    V::store(out, value.a);
+    V::store(out + V::kLanes, value.b);
+  }
+};
+
+template <typename V>
+struct Fp16 {
+  using Number = uint16_t;
+  TORCHTP_VECTOR static Wide<V> load(const uint16_t* in) { return {V::load_fp16(in), V::load_fp16(in + V::kLanes)}; }
+  TORCHTP_VECTOR static void store(uint16_t* out, const Wide<V>& value) {
+    V::store_fp16(out, value.a);
+    V::store_fp16(out + V::kLanes, value.b);
+  }
+};
+
+template <typename V>
+struct Bf16 {
+  using Number = uint16_t;
+  // a: the even ones, b: the odd ones. So they never have to change places.
+  TORCHTP_VECTOR static Wide<V> load(const uint16_t* in) {
+    const auto both = V::load_bits(in);
+    return {V::even_bf16(both), V::odd_bf16(both)};
+  }
+  TORCHTP_VECTOR static void store(uint16_t* out, const Wide<V>& value) {
+    V::store_bits(out, V::pair_bf16(V::round_bf16(value.a), V::round_bf16(value.b)));
+  }
+};
+
+struct Sum {
+  template <typename V>
+  TORCHTP_VECTOR static auto apply(typename V::Floats a, typename V::Floats b) {
+    return V::add(a, b);
+  }
+};
+
+struct Product {
+  template <typename V>
+  TORCHTP_VECTOR static auto apply(typename V::Floats a, typename V::Floats b) {
+    return V::multiply(a, b);
+  }
+};
+
+// a where it is the smaller (larger) one or NaN.
+template <bool kSmaller>
+struct Select {
+  template <typename V>
+  TORCHTP_VECTOR static auto apply(typename V::Floats a, typename V::Floats b) {
+    return V::template select<kSmaller>(a, b);
+  }
+};
+
+template <typename V, typename Format, typename Op>
+class Loop {
+  using Number = typename Format::Number;
+  static constexpr int64_t kLanes = 2 * V::kLanes;
+  static constexpr int64_t kUnrolled = 4;  // the loop over the inputs would else cost as much as what it does
+  static constexpr int64_t kStep = kUnrolled * kLanes;
+
+ public:
+  TORCHTP_TARGET static void run(std::byte* bytes, const std::vector<const std::byte*>& inputs, int64_t count,
+                                 int divisor) {
+    auto* const out = reinterpret_cast<Number*>(bytes);
+    int64_t i = 0;
+    for (; i + kStep <= count; i += kStep) {
+      Wide<V> value[kUnrolled];
+      for (int64_t u = 0; u < kUnrolled; ++u) value[u] = Format::load(numbers(inputs[0]) + i + u * kLanes);
+      for (size_t r = 1; r < inputs.size(); ++r) {
+        const Number* const in = numbers(inputs[r]) + i;
+        for (int64_t u = 0; u < kUnrolled; ++u) value[u] = apply(value[u], Format::load(in + u * kLanes));
+      }
+      for (int64_t u = 0; u < kUnrolled; ++u) Format::store(out + i + u * kLanes, finish(value[u], divisor));
+    }
+    // The rest by the same instructions, so that a result does not depend on where its element lies.
+    for (; i < count; i += kLanes) {
+      const size_t num_bytes = static_cast<size_t>(std::min(kLanes, count - i)) * sizeof(Number);
+      Number rest[kLanes] = {};
+      Wide<V> value{};
+      for (size_t r = 0; r < inputs.size(); ++r) {
+        std::memcpy(rest, numbers(inputs[r]) + i, num_bytes);
+        value = r == 0 ? Format::load(rest) : apply(value, Format::load(rest));
+      }
+      Format::store(rest, finish(value, divisor));
+      std::memcpy(out + i, rest, num_bytes);
+    }
+  }
+
+ private:
+  static const Number* numbers(const std::byte* bytes) { return reinterpret_cast<const Number*>(bytes); }
+  TORCHTP_VECTOR static Wide<V> apply(const Wide<V>& x, const Wide<V>& y) {
+    return {Op::template apply<V>(x.a, y.a), Op::template apply<V>(x.b, y.b)};
+  }
+  TORCHTP_VECTOR static Wide<V> finish(const Wide<V>& x, int divisor) {
+    if (divisor == 1) return x;
+    const auto all = V::broadcast(static_cast<float>(divisor));
+    return {V::divide(x.a, all), V::divide(x.b, all)};
+  }
+};
+
+template <typename V, typename Format>
+bool reduce_format(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op,
+                   int divisor) {
+  switch (op) {
+    case ReduceOp::kSum:
+    case ReduceOp::kPremulSum:
+      Loop<V, Format, Sum>::run(out, inputs, count, 1);
+      return true;
+    case ReduceOp::kAvg:
+      Loop<V, Format, Sum>::run(out, inputs, count, divisor);
+      return true;
+    case ReduceOp::kProduct:
+      Loop<V, Format, Product>::run(out, inputs, count, 1);
+      return true;
+    case ReduceOp::kMin:
+      Loop<V, Format, Select<true>>::run(out, inputs, count, 1);
+      return true;
+    case ReduceOp::kMax:
+      Loop<V, Format, Select<false>>::run(out, inputs, count, 1);
+      return true;
+    default:
+      return false;
+  }
+}
+
+template <typename V>
+bool reduce_floats(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
+                   ReduceOp op, int divisor) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return reduce_format<V, Fp32<V>>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Half:
+      return reduce_format<V, Fp16<V>>(out, inputs, count, op, divisor);
+    case c10::ScalarType::BFloat16:
+      return reduce_format<V, Bf16<V>>(out, inputs, count, op, divisor);
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+}  // namespace torchtp::collectives
