@@ -132,7 +132,8 @@ class HostsEngine::Blocks {
     for_each_piece(block, [&](int, int owner, const Range& piece) {
       const size_t offset = piece.begin * item_bytes_;
       if (owner == me_) return;
-      collectives::stage_bytes(place_of(block, me_) + offset, data_of(block) + offset, piece.count() * item_bytes_);
+      collectives::stage_bytes(host_, place_of(block, me_) + offset, data_of(block) + offset,
+                               piece.count() * item_bytes_);
     });
   }
 

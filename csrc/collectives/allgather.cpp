@@ -20,10 +20,10 @@ void allgather(const Call& call, const std::byte* input, const std::vector<std::
     }
   }
   for_each_chunk(num_bytes, align_down(group.slot_bytes()), [&](size_t offset, size_t size) {
-    stage_bytes(group.slot(rank), input + offset, size);
+    stage_bytes(group, group.slot(rank), input + offset, size);
     group.round(print);
     for (int r = 0; r < group.size(); ++r) {
-      if (r != rank) unstage_bytes(outputs[r] + offset, group.peer_slot(r), size, num_bytes * group.size());
+      if (r != rank) result_copy(outputs[r] + offset, group.peer_slot(r), size, num_bytes * group.size());
     }
   });
 }

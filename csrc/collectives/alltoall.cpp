@@ -70,7 +70,8 @@ void alltoall(const Call& call, const std::vector<const std::byte*>& inputs, con
     }
     for (int r = 0; r < num_ranks; ++r) {
       if (r == rank) continue;
-      stage_bytes(slot + layout.pieces + r * layout.piece_bytes, inputs[r] + offset, size_at(send_bytes[r], offset));
+      stage_bytes(group, slot + layout.pieces + r * layout.piece_bytes, inputs[r] + offset,
+                  size_at(send_bytes[r], offset));
     }
     group.round(print);
     if (offset == 0) {
@@ -79,8 +80,8 @@ void alltoall(const Call& call, const std::vector<const std::byte*>& inputs, con
     }
     for (int r = 0; r < num_ranks; ++r) {
       if (r == rank) continue;
-      unstage_bytes(outputs[r] + offset, group.peer_slot(r) + layout.pieces + rank * layout.piece_bytes,
-                    size_at(receive_bytes[r], offset), receive_bytes[r] * num_ranks);
+      result_copy(outputs[r] + offset, group.peer_slot(r) + layout.pieces + rank * layout.piece_bytes,
+                  size_at(receive_bytes[r], offset), receive_bytes[r] * num_ranks);
     }
     offset += layout.piece_bytes;
   } while (offset < longest);

@@ -69,23 +69,9 @@ inline void copy_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
   if (num_bytes != 0 && out != in) std::memcpy(out, in, num_bytes);
 }
 
-// The same into memory that another rank reads next.
-inline void stage_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
-  if (num_bytes != 0) stage_copy(out, in, num_bytes);
-}
-
-// From this on results that are not read first are written past the caches: so much would not stay there, and what is
-// overwritten need not be fetched.
-constexpr size_t kLargeBytes = size_t{16} << 20;
-
-// A piece of a result of `total_bytes` that this rank alone reads.
-inline void unstage_bytes(std::byte* out, const std::byte* in, size_t num_bytes, size_t total_bytes) {
-  if (num_bytes == 0) return;
-  if (total_bytes >= kLargeBytes) {
-    stream_copy(out, in, num_bytes);
-  } else {
-    std::memcpy(out, in, num_bytes);
-  }
+// The same into memory that another rank of the group reads next.
+inline void stage_bytes(shm::Group& group, std::byte* out, const std::byte* in, size_t num_bytes) {
+  if (num_bytes != 0) group.staging().copy(out, in, num_bytes);
 }
 
 // Calls body(offset, size) for the pieces of [0, num_bytes), at least once, so that an empty message is a round too.

@@ -10,7 +10,7 @@ void gather(const Call& call, const std::byte* input, const std::vector<std::byt
   const shm::Fingerprint print = call.fingerprint(Kind::kGather, count, dtype, root);
   if (rank == root) copy_bytes(outputs[root], input, num_bytes);
   for_each_chunk(num_bytes, align_down(group.slot_bytes()), [&](size_t offset, size_t size) {
-    if (rank != root) stage_bytes(group.slot(rank), input + offset, size);
+    if (rank != root) stage_bytes(group, group.slot(rank), input + offset, size);
     group.round(print);
     if (rank != root) return;
     for (int r = 0; r < group.size(); ++r) {

@@ -34,7 +34,7 @@ class Pieces {
       std::byte* const slot = group_.slot(group_.rank());
       for (size_t i = 0; i < pieces_.size(); ++i) {
         const size_t size = size_at(pieces_[i], offset, part_bytes);
-        if (size > 0) stage_bytes(slot + i * part_bytes, pieces_[i].input + offset, size);
+        if (size > 0) stage_bytes(group_, slot + i * part_bytes, pieces_[i].input + offset, size);
       }
       group_.round(print_);
       for (size_t i = 0; i < pieces_.size(); ++i) {
@@ -72,7 +72,7 @@ class Pieces {
       for (size_t i = 0; i < pieces_.size(); ++i) {
         const size_t size = size_at(pieces_[i], offset, part_bytes);
         if (pieces_[i].owner != group_.rank() || size == 0) continue;
-        stage_bytes(slot + place[i] * part_bytes, pieces_[i].input + offset, size);
+        stage_bytes(group_, slot + place[i] * part_bytes, pieces_[i].input + offset, size);
         copy_bytes(pieces_[i].output + offset, pieces_[i].input + offset, size);
       }
       group_.round(print_);

@@ -55,11 +55,11 @@ class Reduction {
  private:
   void run_small() {
     const int64_t heap_offset = num_bytes_ > kTinyBytes ? group_.heap_offset(data_, num_bytes_) : -1;
-    if (heap_offset < 0) stage_bytes(group_.slot(rank_), data_, num_bytes_);
+    if (heap_offset < 0) stage_bytes(group_, group_.slot(rank_), data_, num_bytes_);
     group_.round(print_, heap_offset);
     if (all_in_heap(group_)) return run_in_heap();
     if (any_in_heap()) {  // not all: the others cannot be read where they lie, so everybody stages
-      stage_bytes(group_.slot(rank_), data_, num_bytes_);
+      stage_bytes(group_, group_.slot(rank_), data_, num_bytes_);
       group_.round(print_);
     }
     if (!wanted_) return;
@@ -116,8 +116,8 @@ class Reduction {
   // All of the chunk but my share: nobody else reads that one.
   void stage_for_others(std::byte* slot, const Range& chunk) {
     const Range share = share_of(rank_, size_, chunk.size());
-    stage_bytes(slot, data_ + chunk.begin, share.begin);
-    stage_bytes(slot + share.end, data_ + chunk.begin + share.end, chunk.size() - share.end);
+    stage_bytes(group_, slot, data_ + chunk.begin, share.begin);
+    stage_bytes(group_, slot + share.end, data_ + chunk.begin + share.end, chunk.size() - share.end);
   }
 
   // Reduces my share of the chunk in the peers' slots to `out`, by way of the output where that is wanted too.
@@ -131,7 +131,7 @@ class Reduction {
       }
       if (wanted_) {
         reduce(data_ + chunk.begin + begin, size);
-        stage_bytes(staged, data_ + chunk.begin + begin, size);
+        stage_bytes(group_, staged, data_ + chunk.begin + begin, size);
       } else {
         reduce(staged, size);
       }

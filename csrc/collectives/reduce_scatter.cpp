@@ -36,7 +36,7 @@ void reduce_scatter(const Call& call, const std::vector<const std::byte*>& input
   for_each_chunk(num_bytes, piece_bytes, [&](size_t offset, size_t size) {
     std::byte* slot = group.slot(rank);
     for (int r = 0; r < num_ranks; ++r) {
-      if (r != rank) stage_bytes(slot + r * piece_bytes, inputs[r] + offset, size);
+      if (r != rank) stage_bytes(group, slot + r * piece_bytes, inputs[r] + offset, size);
     }
     group.round(print);
     for (int r = 0; r < num_ranks; ++r) {

@@ -13,7 +13,7 @@ void scatter(const Call& call, const std::vector<const std::byte*>& inputs, std:
   for_each_chunk(num_bytes, piece_bytes, [&](size_t offset, size_t size) {
     if (rank == root) {
       for (int r = 0; r < group.size(); ++r) {
-        if (r != root) stage_bytes(group.slot(root) + r * piece_bytes, inputs[r] + offset, size);
+        if (r != root) stage_bytes(group, group.slot(root) + r * piece_bytes, inputs[r] + offset, size);
       }
     }
     group.round(print);

@@ -2,8 +2,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <fstream>
-#include <string>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -11,7 +9,6 @@
 
 namespace torchtp {
 
-// The thread sanitizer does not see streaming stores.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 
 void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) {
@@ -42,40 +39,11 @@ void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) { std::m
 
 #endif
 
-namespace {
-
-std::string first_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-bool is_intel() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("intel");
-#else
-  return false;
-#endif
-}
-
-bool all_share_a_cache() {
-  const std::string online = first_line("/sys/devices/system/cpu/online");
-  return !online.empty() && online == first_line("/sys/devices/system/cpu/cpu0/cache/index3/shared_cpu_list");
-}
-
-}  // namespace
-
-bool stages_past_caches() {
-  static const bool past = !(is_intel() && all_share_a_cache());
-  return past;
-}
-
-void stage_copy(std::byte* out, const std::byte* in, size_t num_bytes) {
-  if (stages_past_caches()) {
+void result_copy(std::byte* out, const std::byte* in, size_t num_bytes, size_t total_bytes) {
+  constexpr size_t kLargeBytes = size_t{16} << 20;
+  if (total_bytes >= kLargeBytes) {
     stream_copy(out, in, num_bytes);
-  } else {
+  } else if (num_bytes != 0) {
     std::memcpy(out, in, num_bytes);
   }
 }

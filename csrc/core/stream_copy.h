@@ -4,6 +4,13 @@
 
 namespace torchtp {
 
+// Whether this build can copy past the caches. The thread sanitizer does not see such stores.
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
+constexpr bool kCanStream = true;
+#else
+constexpr bool kCanStream = false;
+#endif
+
 // Less than this is copied as ever: it is as fast.
 constexpr size_t kStreamedBytes = 2048;
 
@@ -12,11 +19,8 @@ constexpr size_t kStreamedBytes = 2048;
 // makes the bytes visible as usual.
 void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes);
 
-// Whether that is the better way to write what another core reads next. It is not where all cores share a last-level
-// cache that takes in what one of them writes and hands it to the next: Intel's, of one socket.
-bool stages_past_caches();
-
-// Copies to memory that another core will read next.
-void stage_copy(std::byte* out, const std::byte* in, size_t num_bytes);
+// A piece of a result of `total_bytes` that this core alone reads: past the caches where so much would not stay there,
+// and what is overwritten need not be fetched.
+void result_copy(std::byte* out, const std::byte* in, size_t num_bytes, size_t total_bytes);
 
 }  // namespace torchtp

@@ -7,6 +7,7 @@
 
 #include "core/clock.h"
 #include "core/format.h"
+#include "core/staging.h"
 #include "core/stream_copy.h"
 #include "shm/ring.h"
 
@@ -74,25 +75,23 @@ struct ShmExchange::State {
     while (!peer.outgoing.empty()) {
       Outgoing& message = peer.outgoing.front();
       const size_t num_bytes = message.send.num_bytes;
-      if (!message.begun) {
-        peer.writer.begin_message();
-        size_t room = sizeof(Header);
-        std::byte* const place = peer.writer.room(room);
-        if (room < sizeof(Header)) return;
-        const Header header{num_bytes, ++peer.sent, message.ticket, now_ns(), message.send.layout};
-        std::memcpy(place, &header, sizeof(header));
-        message.begun = true;
-        publish(to, sizeof(header));
-      }
-      while (message.done < num_bytes) {
+      if (!message.begun) peer.writer.begin_message();
+      while (!message.begun || message.done < num_bytes) {
+        const size_t header_bytes = message.begun ? 0 : sizeof(Header);
         const size_t wanted = std::min(num_bytes - message.done, kPieceBytes);
-        size_t room = wanted;
+        size_t room = header_bytes + wanted;
         std::byte* const place = peer.writer.room(room);
-        if (room == 0) return;
-        const size_t piece = std::min(room, wanted);
-        pack(*message.send.source, message.done, place, piece);
+        if (room < std::max<size_t>(header_bytes, 1)) return;
+        if (!message.begun) {
+          const Header header{num_bytes, ++peer.sent, message.ticket, now_ns(), message.send.layout};
+          std::memcpy(place, &header, sizeof(header));
+          message.begun = true;
+        }
+        const size_t piece = std::min(room - header_bytes, wanted);
+        if (piece > 0) pack(*message.send.source, message.done, place + header_bytes, piece);
         message.done += piece;
-        publish(to, room);
+        peer.writer.publish(room);
+        group.notify(to, Channel::kExchange);
       }
       --tickets.at(message.ticket).sends_left;
       finished.push_back(std::move(message.send.source));
@@ -102,22 +101,13 @@ struct ShmExchange::State {
 
   // By way of memory that stays in the first-level cache: sources may write in small bits, which must not go past it.
   void pack(const Source& source, size_t offset, std::byte* out, size_t num_bytes) {
-    if (num_bytes < kStreamedBytes || !stages_past_caches()) return source.read(offset, out, num_bytes);
+    const Staging::Copy way(staging, num_bytes);
+    if (!way.past()) return source.read(offset, out, num_bytes);
     for (size_t done = 0; done < num_bytes; done += scratch.size()) {
       const size_t part = std::min(scratch.size(), num_bytes - done);
       source.read(offset + done, scratch.data(), part);
       stream_copy(out + done, scratch.data(), part);
     }
-  }
-
-  void publish(int to, size_t num_bytes) {
-    peers[to].writer.publish(num_bytes);
-    group.notify(to, Channel::kExchange);
-  }
-
-  void consume(int from, size_t num_bytes) {
-    peers[from].reader.consume(num_bytes);
-    group.notify(from, Channel::kExchange);
   }
 
   void pull(int from) {
@@ -126,26 +116,27 @@ struct ShmExchange::State {
       Incoming& message = peer.incoming.front();
       UnderWay& ticket = tickets.at(message.ticket);
       if (ticket.receive_order[ticket.received] != from) return;
-      size_t news = 0;
-      if (!message.begun) {
-        const std::byte* const place = peer.reader.news(news);
-        if (news == 0) return;
-        Header header;
-        std::memcpy(&header, place, sizeof(header));
-        check(from, message, header);
-        message.layout = header.layout;
-        if (header.began_ns > ticket.last.began_ns) ticket.last = {from, header.began_ns};
-        message.begun = true;
-        consume(from, sizeof(header));
-      }
       const size_t num_bytes = message.receive.num_bytes;
-      while (message.done < num_bytes) {
-        const std::byte* const place = peer.reader.news(news);
+      while (!message.begun || message.done < num_bytes) {
+        size_t news = 0;
+        const std::byte* place = peer.reader.news(news);
         if (news == 0) return;
-        const size_t piece = std::min({news, num_bytes - message.done, kPieceBytes});
-        message.receive.sink->write(message.layout, message.done, place, piece);
+        size_t header_bytes = 0;
+        if (!message.begun) {
+          Header header;
+          std::memcpy(&header, place, sizeof(header));
+          check(from, message, header);
+          message.layout = header.layout;
+          if (header.began_ns > ticket.last.began_ns) ticket.last = {from, header.began_ns};
+          message.begun = true;
+          header_bytes = sizeof(header);
+          place += header_bytes;
+        }
+        const size_t piece = std::min({news - header_bytes, num_bytes - message.done, kPieceBytes});
+        if (piece > 0) message.receive.sink->write(message.layout, message.done, place, piece);
         message.done += piece;
-        consume(from, (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
+        peer.reader.consume(header_bytes + (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
+        group.notify(from, Channel::kExchange);
       }
       ++ticket.received;
       finished.push_back(std::move(message.receive.sink));
@@ -178,6 +169,7 @@ struct ShmExchange::State {
 
   shm::Group& group;
   std::vector<Peer> peers;
+  Staging staging;
   std::vector<std::byte> scratch = std::vector<std::byte>(size_t{16} << 10);
   std::unordered_map<uint64_t, UnderWay> tickets;
   uint64_t last_ticket = 0;

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/staging.h"
 #include "shm/bootstrap.h"
 
 namespace torchtp::shm {
@@ -117,6 +118,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::byte* slot(int rank) const;
   const std::byte* peer_slot(int rank) const;
 
+  // How to write into slots and heaps what other ranks read next; by the thread that calls round().
+  Staging& staging() { return staging_; }
+
   // Announces my fingerprint (and where my buffer lies in my heap, or -1), waits until all ranks have announced theirs.
   // A mismatch is the same Error on every rank and names two ranks and both sides. Heap memory has no second copy: who
   // lets peers read or write its heap needs one more round before it touches that memory again.
@@ -184,6 +188,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Liveness> liveness_;
   std::unique_ptr<Protocol<Processes>> protocol_;
   std::unique_ptr<Heap> heap_;
+  Staging staging_;
   std::atomic<int64_t> timeout_ms_;
   uint64_t round_ = 0;
   Fingerprint fingerprint_;  // mine of this round

@@ -9,6 +9,7 @@
 
 #include "core/clock.h"
 #include "core/format.h"
+#include "core/staging.h"
 #include "core/stream_copy.h"
 #include "shm/ring.h"
 
@@ -110,25 +111,16 @@ struct Mailbox::State {
     Peer& peer = peers[to];
     while (!peer.outgoing.empty()) {
       Outgoing& message = peer.outgoing.front();
-      if (!message.begun) {
-        peer.writer.begin_message();
-        size_t room = sizeof(Header);
+      if (!message.begun) peer.writer.begin_message();
+      while (!message.begun || message.done < message.num_bytes) {
+        const size_t header_bytes = message.begun ? 0 : sizeof(Header);
+        const size_t wanted = std::min(message.num_bytes - message.done, kPieceBytes);
+        size_t room = header_bytes + wanted;
         std::byte* const place = peer.writer.room(room);
-        if (!has_room(message, room, sizeof(Header))) return;
-        message.passage.number = ++peer.sent;
-        const Header header{message.num_bytes, message.passage.number, now_ns(), message.tag};
-        std::memcpy(place, &header, sizeof(header));
-        message.begun = true;
-        peer.writer.publish(sizeof(header));
-        group.notify(to, Channel::kMailbox);
-      }
-      while (message.done < message.num_bytes) {
-        size_t room = std::min(message.num_bytes - message.done, kPieceBytes);
-        const size_t wanted = room;
-        std::byte* const place = peer.writer.room(room);
-        if (!has_room(message, room, 1)) return;
-        const size_t piece = std::min(room, wanted);
-        stage_copy(place, message.data + message.done, piece);
+        if (!has_room(message, room, std::max<size_t>(header_bytes, 1))) return;
+        if (!message.begun) begin(peer, message, place);
+        const size_t piece = std::min(room - header_bytes, wanted);
+        staging.copy(place + header_bytes, message.data + message.done, piece);
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kMailbox);
@@ -136,6 +128,13 @@ struct Mailbox::State {
       finish(message.ticket, to, message.passage);
       peer.outgoing.pop_front();
     }
+  }
+
+  static void begin(Peer& peer, Outgoing& message, std::byte* place) {
+    message.passage.number = ++peer.sent;
+    const Header header{message.num_bytes, message.passage.number, now_ns(), message.tag};
+    std::memcpy(place, &header, sizeof(header));
+    message.begun = true;
   }
 
   static bool has_room(Outgoing& message, size_t room, size_t least) {
@@ -192,30 +191,29 @@ struct Mailbox::State {
     for (;;) {
       // Only who looks for something empties a ring, else a message waits in it and its sender with it.
       if (!(incoming.active && incoming.wanted) && !is_wanted(from)) break;
-      if (!incoming.active) {
+      while (!incoming.active || incoming.done < incoming.num_bytes) {
         size_t news = 0;
-        const std::byte* const place = peer.reader.news(news);
+        const std::byte* place = peer.reader.news(news);
         if (news == 0) break;
-        Header header;
-        std::memcpy(&header, place, sizeof(header));
-        take_header(from, header);
-        peer.reader.consume(sizeof(header));
-      }
-      while (incoming.done < incoming.num_bytes) {
-        size_t news = 0;
-        const std::byte* const place = peer.reader.news(news);
-        if (news == 0) break;
-        const size_t piece = std::min({news, incoming.num_bytes - incoming.done, kPieceBytes});
+        size_t header_bytes = 0;
+        if (!incoming.active) {
+          Header header;
+          std::memcpy(&header, place, sizeof(header));
+          take_header(from, header);
+          header_bytes = sizeof(header);
+          place += header_bytes;
+        }
+        const size_t piece = std::min({news - header_bytes, incoming.num_bytes - incoming.done, kPieceBytes});
         if (incoming.wanted) {
-          std::memcpy(incoming.data + incoming.done, place, piece);
+          result_copy(incoming.data + incoming.done, place, piece, incoming.num_bytes);
         } else {  // grows with what comes, whatever length the header claims
           incoming.aside.insert(incoming.aside.end(), place, place + piece);
         }
         incoming.done += piece;
-        peer.reader.consume((piece + kRingUnit - 1) / kRingUnit * kRingUnit);
+        peer.reader.consume(header_bytes + (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
         group.notify(from, Channel::kMailbox);  // there is room again
       }
-      if (incoming.done < incoming.num_bytes) break;
+      if (!incoming.active || incoming.done < incoming.num_bytes) break;
       incoming.active = false;
       if (incoming.wanted) {
         finish(incoming.ticket, from, incoming.passage);
@@ -253,6 +251,7 @@ struct Mailbox::State {
   }
 
   Group& group;
+  Staging staging;
   std::vector<Peer> peers;
   std::list<Posted> posted;  // in the order posted
   std::unordered_map<Ticket, Operation> operations;

@@ -1,4 +1,5 @@
 #include "core/stream_copy.h"
+#include "core/staging.h"
 
 #include <algorithm>
 #include <vector>
@@ -7,7 +8,10 @@
 
 namespace {
 
-void every_length_is_copied_and_nothing_else(void (*copy)(std::byte*, const std::byte*, size_t)) {
+using torchtp::Staging;
+
+template <typename Copy>
+void every_length_is_copied_and_nothing_else(const Copy& copy) {
   constexpr std::byte kUntouched{0xEE};
   std::vector<std::byte> source(5100);
   for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 7 + i / 256);
@@ -22,11 +26,60 @@ void every_length_is_copied_and_nothing_else(void (*copy)(std::byte*, const std:
   }
 }
 
+// In a trial both ways are taken, by turns, and the faster one is kept whatever was the way before.
+void the_faster_way_is_kept() {
+  for (const bool before : {false, true}) {
+    for (const bool faster : {false, true}) {
+      Staging staging(before);
+      for (int i = 0; i < 64; ++i) staging.took(i % 2 != 0, (i % 2 != 0) == faster ? 1.0 : 2.0);
+      CHECK_EQUAL(staging.past(), faster);
+    }
+  }
+}
+
+void one_that_was_held_up_does_not_count() {
+  Staging staging(true);
+  for (int i = 0; i < 16; ++i) {
+    const bool past = i % 2 != 0;
+    staging.took(past, i < 10 && !past ? 1000.0 : (past ? 2.0 : 1.0));
+  }
+  CHECK_EQUAL(staging.past(), false);
+}
+
+// Few of many large copies are those of a trial; what a small one does follows from the last.
+void trials_are_few_and_take_both_ways() {
+  if (!torchtp::kCanStream) return;
+  Staging staging(true);
+  int changes = 0, past = 0;
+  for (int i = 0; i < 2000; ++i) {
+    const Staging::Copy small(staging, 100), large(staging, size_t{1} << 20);
+    CHECK_EQUAL(small.past(), false);
+    changes += large.past() != staging.past();
+    past += large.past();
+  }
+  CHECK(changes > 0 && changes < 100);
+  CHECK(past > 0 && past < 2000);
+}
+
 }  // namespace
 
 int main() {
   return torchtp::test::run({
       {"past the caches", [] { every_length_is_copied_and_nothing_else(torchtp::stream_copy); }},
-      {"for another core", [] { every_length_is_copied_and_nothing_else(torchtp::stage_copy); }},
+      {"for another core",
+       [] {
+         Staging staging;
+         every_length_is_copied_and_nothing_else(
+             [&](std::byte* out, const std::byte* in, size_t n) { staging.copy(out, in, n); });
+       }},
+      {"a large result",
+       [] {
+         every_length_is_copied_and_nothing_else([](std::byte* out, const std::byte* in, size_t n) {
+           torchtp::result_copy(out, in, n, n % 2 == 0 ? n : size_t{1} << 30);
+         });
+       }},
+      {"the faster way is kept", the_faster_way_is_kept},
+      {"one that was held up does not count", one_that_was_held_up_does_not_count},
+      {"trials are few and take both ways", trials_are_few_and_take_both_ways},
   });
 }
