@@ -19,7 +19,7 @@ from benchmarks.common import Spread, parser, report, slowest
 from torchtp.namespaces import Hosts
 
 SIZES = [1 << 10, 64 << 10, 1 << 20, 25 << 20]
-PLACES = ((2, 2), (3, 1))
+PLACES = ((2, 2), (3, 1), (1, 1, 1, 1))
 
 
 def _seconds(num_bytes: int, repeat: int, inner: int) -> dict[str, list[float]]:

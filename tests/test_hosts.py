@@ -1,6 +1,8 @@
 """The backend torchtp over several hosts: every call right, the same bits everywhere, and an error where a host is lost."""
 
+import contextlib
 import datetime
+import itertools
 import os
 import signal
 import subprocess
@@ -116,11 +118,9 @@ def test_every_reduction_over_hosts(hosts):
 def _large():
     """Several blocks, with a ragged end; in the segment and out of it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    numel = 2_500_003
-    for allocate in (
-        torch.empty,
-        lambda n: _backend().allocate_tensor(n, dtype=torch.float32, device=torch.device("cpu")),
-    ):
+    places = (torch.empty, lambda n: _backend().allocate_tensor(n, dtype=torch.float32, device=torch.device("cpu")))
+    # One part of one block, a last block of one element, and several blocks.
+    for numel, allocate in itertools.product((90_001, 786_433, 2_500_003), places):
         tensor = allocate(numel)
         tensor.copy_(_input(rank, numel, torch.float32))
         dist.all_reduce(tensor)
@@ -139,6 +139,13 @@ def _large():
 
 def test_large_reductions_over_hosts_give_the_same_bits_everywhere(hosts):
     hosts.run(_large)
+
+
+def test_large_reductions_over_three_uneven_hosts():
+    with contextlib.closing(Hosts((2, 1, 2))) as hosts:
+        hosts.run(_reductions)
+        hosts.run(_large)
+        hosts.run(_large_without_room)
 
 
 def _large_without_room():

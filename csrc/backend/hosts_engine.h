@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -129,6 +130,9 @@ class HostsEngine : public Engine {
   const std::shared_ptr<shm::Group> host_;
   std::atomic<int64_t> timeout_ms_;
   const std::shared_ptr<HostLinks> links_;
+  // Of even and odd blocks of an allreduce: what arrives from other hosts, or the sums of this host, which are on their
+  // way while what arrives is added to them. Kept: memory of this size costs a trap a page whenever it is new.
+  std::array<at::Tensor, 2> between_;
   HeapBuffer bounce_{nullptr, [](std::byte*) {}};
 };
 

@@ -15,12 +15,15 @@ namespace {
 using collectives::partial_op;
 using collectives::Piece;
 
-constexpr size_t kBlockBytes = size_t{1} << 20;
+// Of two hosts, and what each of more hosts sends another of a block, up to kMostShares of them: what goes in smaller
+// bits wakes somebody for each.
+constexpr size_t kShareBytes = size_t{1} << 20;
+constexpr size_t kMostShares = 4;
 // A block's area is written again four blocks later: two to go between hosts, one until all have read what came of it.
 constexpr int kNumAreas = 4;
-// Up to here each host adds up everything, with one message between two hosts instead of two. Of two hosts always: as
-// many bytes travel either way.
-constexpr size_t kDirectBytes = size_t{2} << 20;
+// Each host adds up everything, with one message between two hosts instead of two, while a rank sends no more than this
+// for it than by shares. Of two hosts always: as many bytes travel either way.
+constexpr size_t kExtraBytes = size_t{256} << 10;
 
 }  // namespace
 
@@ -43,12 +46,13 @@ class HostsEngine::Blocks {
         data_(data),
         item_bytes_(c10::elementSize(dtype)),
         count_(count),
-        block_(static_cast<int64_t>(kBlockBytes / item_bytes_)),
+        block_bytes_(engine.num_hosts() == 2 ? kShareBytes : kShareBytes * std::min(hosts(), kMostShares)),
+        block_(static_cast<int64_t>(block_bytes_ / item_bytes_)),
         num_blocks_((count + block_ - 1) / block_),
         dtype_(dtype),
         op_(op),
         me_(engine.here_.index),
-        direct_(engine.num_hosts() == 2 || count * item_bytes_ <= kDirectBytes),
+        direct_((hosts() - 1) * (hosts() - 2) * count * item_bytes_ / hosts() <= kExtraBytes * engine.num_pieces()),
         places_(host_.size(), nullptr) {}
 
   void run() {
@@ -75,7 +79,7 @@ class HostsEngine::Blocks {
 
   // All ranks know that all call the same, and where the others' data or areas lie.
   void meet() {
-    const size_t num_bytes = count_ * item_bytes_, areas_bytes = kNumAreas * kBlockBytes;
+    const size_t num_bytes = count_ * item_bytes_, areas_bytes = kNumAreas * block_bytes_;
     host_.round(print_, host_.heap_offset(data_, num_bytes));
     const bool in_heaps = collectives::all_in_heap(host_);
     if (in_heaps) find(num_bytes);
@@ -96,11 +100,24 @@ class HostsEngine::Blocks {
     }
     if (way_ == Way::kAlone || way_ == Way::kSlots) places_[me_] = data_;
     adds_on_arrival_ = engine_.num_hosts() == 2 && (way_ == Way::kInPlace || way_ == Way::kStaged);
-    const int64_t most = std::min(block_, count_);
-    for (at::Tensor& each : between_) {
-      each = at::empty({static_cast<int64_t>(most * item_bytes_ * (engine_.num_hosts() - 1))},
-                       at::TensorOptions().dtype(at::kByte));
+    for (at::Tensor& each : engine_.between_) {
+      const size_t most = most_between();
+      if (each.defined() && static_cast<size_t>(each.numel()) >= most) continue;
+      each = at::empty({static_cast<int64_t>(most)}, at::TensorOptions().dtype(at::kByte));
     }
+  }
+
+  size_t hosts() const { return static_cast<size_t>(engine_.num_hosts()); }
+
+  // Bytes of a block that lie between hosts here, at most: of parts the first is the longest.
+  size_t most_between() const {
+    const int64_t count = std::min(block_, count_);
+    if (adds_on_arrival_) return count * item_bytes_;  // at their places in the block
+    const int64_t piece = part_of(count, engine_.num_pieces(), 0).count();
+    const int64_t share = direct_ ? piece : part_of(piece, engine_.num_hosts(), 0).count();
+    size_t num_shares = 0;
+    for (int i = 0; i < engine_.num_pieces(); ++i) num_shares += engine_.local_carrier(i) == me_ ? hosts() - 1 : 0;
+    return num_shares * share * item_bytes_;
   }
 
   void find(size_t num_bytes) {
@@ -108,9 +125,9 @@ class HostsEngine::Blocks {
   }
 
   int64_t size_of(int64_t block) const { return std::min(block_, count_ - block * block_); }
-  std::byte* data_of(int64_t block) const { return data_ + block * kBlockBytes; }
+  std::byte* data_of(int64_t block) const { return data_ + block * block_bytes_; }
   std::byte* place_of(int64_t block, int rank) const {
-    return places_[rank] + (way_ == Way::kStaged ? block % kNumAreas : block) * kBlockBytes;
+    return places_[rank] + (way_ == Way::kStaged ? block % kNumAreas : block) * block_bytes_;
   }
 
   // Calls body(index, owner, range of the block) for each piece.
@@ -138,7 +155,7 @@ class HostsEngine::Blocks {
   }
 
   void gather(int64_t block) {
-    std::byte* arriving = bytes_of(between_[block % 2]);
+    std::byte* arriving = bytes_of(engine_.between_[block % 2]);
     for_each_piece(block, [&](int i, int owner, const Range& piece) {
       if (owner != me_) return;
       if (adds_on_arrival_) return swap(block, i, piece);
@@ -156,7 +173,7 @@ class HostsEngine::Blocks {
 
   // With the other of two hosts.
   void swap(int64_t block, int index, const Range& piece) {
-    std::byte* const here = bytes_of(between_[block % 2]);
+    std::byte* const here = bytes_of(engine_.between_[block % 2]);
     reduce_here(block, piece, here);
     const int other = 1 - engine_.here_.host;
     const size_t begin = piece.begin * item_bytes_, num_bytes = piece.count() * item_bytes_;
@@ -191,7 +208,7 @@ class HostsEngine::Blocks {
     engine_.finish(std::exchange(partials_[block % 2], {}), print_);
     if (adds_on_arrival_) return;
     std::byte* const mine = place_of(block, me_);
-    const std::byte* arrived = bytes_of(between_[block % 2]);
+    const std::byte* arrived = bytes_of(engine_.between_[block % 2]);
     for_each_piece(block, [&](int i, int owner, const Range& piece) {
       if (owner != me_) return;
       const Range share = share_of(piece, engine_.here_.host);
@@ -234,6 +251,7 @@ class HostsEngine::Blocks {
   std::byte* const data_;
   const size_t item_bytes_;
   const int64_t count_;
+  const size_t block_bytes_;
   const int64_t block_;  // elements
   const int64_t num_blocks_;
   const at::ScalarType dtype_;
@@ -243,9 +261,7 @@ class HostsEngine::Blocks {
   Way way_ = Way::kAlone;
   bool adds_on_arrival_ = false;
   std::vector<std::byte*> places_;  // of each rank of the host
-  // Of even and odd blocks. Between hosts lies what arrives, or the sums of this host, which are on their way while
-  // what arrives is added to them.
-  std::array<at::Tensor, 2> between_;
+  // Of even and odd blocks.
   std::array<std::vector<HostLinks::MessagePtr>, 2> partials_, sums_;
 };
 

@@ -31,6 +31,7 @@ struct Streams::Item {
   Done finished;
   size_t moved = 0;
   bool done = false;
+  bool awaited = false;  // somebody sleeps until it is done
 };
 
 struct Streams::Connection {
@@ -149,7 +150,7 @@ bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<
   message.done = true;
   queue.pop_front();
   if (!message.finished) {
-    changed.notify_all();
+    if (message.awaited) changed.notify_all();
     return true;
   }
   // What it holds may be a tensor of Python's, whose lock must not be waited for under ours.
@@ -285,6 +286,7 @@ void Streams::receive(int peer, void* data, size_t num_bytes, Done done) {
 Streams::State Streams::wait(const Message& message, std::chrono::milliseconds patience) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
   const Connection& connection = shared_->connections.at(message.peer);
+  message.item->awaited = true;
   shared_->changed.wait_for(lock, patience, [&] { return message.item->done || !connection.trouble.empty(); });
   return message.item->done ? State::kDone : connection.trouble.empty() ? State::kUnderWay : State::kLost;
 }

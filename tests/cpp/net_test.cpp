@@ -192,6 +192,7 @@ void waiting_ends_with_close() {
     int word = 0;
     const auto message = streams->receive(1 - bootstrap.rank(), &word, sizeof(word));
     CHECK(streams->wait(*message, milliseconds(1)) == Streams::State::kUnderWay);
+    bootstrap.all_gather("");  // else the other side may have closed already
     std::thread other([&] { streams->close(); });
     until_lost(*streams, message);
     other.join();
