@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <list>
-#include <unordered_map>
 #include <vector>
 
 #include "core/clock.h"
 #include "core/format.h"
 #include "core/staging.h"
 #include "core/stream_copy.h"
+#include "core/tickets.h"
 #include "shm/ring.h"
 
 namespace torchtp::shm {
@@ -96,8 +95,7 @@ struct Mailbox::State {
   }
 
   Ticket add(int peer, int32_t tag, size_t num_bytes, bool is_send) {
-    operations[++last_ticket] = {peer, tag, num_bytes, is_send, false, {}};
-    return last_ticket;
+    return operations.add({peer, tag, num_bytes, is_send, false, {}});
   }
 
   void finish(Ticket ticket, int peer, const Passage& passage) {
@@ -253,9 +251,8 @@ struct Mailbox::State {
   Group& group;
   Staging staging;
   std::vector<Peer> peers;
-  std::list<Posted> posted;  // in the order posted
-  std::unordered_map<Ticket, Operation> operations;
-  Ticket last_ticket = 0;
+  std::vector<Posted> posted;  // in the order posted
+  Tickets<Operation> operations;
 };
 
 Mailbox::Mailbox(std::shared_ptr<Group> group) : group_(std::move(group)), state_(std::make_unique<State>(*group_)) {}
@@ -348,11 +345,11 @@ class Mailbox::Done final : public Awaited {
 
 bool Mailbox::is_done(Ticket ticket) {
   return guarded([&] {
-    const auto operation = state_->operations.find(ticket);
-    if (operation == state_->operations.end()) throw Error(cat("nothing was posted under ticket ", ticket));
-    if (!operation->second.done) state_->progress();
-    if (!operation->second.done) group_->check();
-    return operation->second.done;
+    const Operation* const operation = state_->operations.find(ticket);
+    if (operation == nullptr) throw Error(cat("nothing was posted under ticket ", ticket));
+    if (!operation->done) state_->progress();
+    if (!operation->done) group_->check();
+    return operation->done;
   });
 }
 
@@ -360,11 +357,10 @@ int Mailbox::wait(Ticket ticket, Passage* passage) {
   Done done(*this, ticket);
   group_->wait(Channel::kMailbox, done);
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto operation = state_->operations.find(ticket);
-  const int peer = operation->second.peer;
-  if (passage != nullptr) *passage = operation->second.passage;
-  state_->operations.erase(operation);
-  return peer;
+  const Operation operation = state_->operations.at(ticket);
+  state_->operations.remove(ticket);
+  if (passage != nullptr) *passage = operation.passage;
+  return operation.peer;
 }
 
 }  // namespace torchtp::shm
