@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 import test_backend_collectives as moves
@@ -325,6 +326,43 @@ def test_a_death_is_an_error_on_every_host(tmp_path, monkeypatch, victim):
     for rank in {0, 1, 2, 3} - {victim}:
         text = (tmp_path / str(rank)).read_text()
         assert f"rank {victim}" in text and ("died" in text or "lost the connection" in text), text
+
+
+def _death_of_a_parent(folder):
+    """The last rank has a child, which outlives it until the others know; another's child ends its copies of the groups."""
+    group = _group(30)
+    rank = dist.get_rank()
+    dist.barrier(group)
+    child = os.fork() if rank in (0, 3) else None
+    if child == 0 and rank == 0:
+        dist.destroy_process_group()
+        os._exit(0)
+    if child == 0:
+        end = time.monotonic() + 60
+        while not all(os.path.exists(f"{folder}/{other}") for other in range(3)) and time.monotonic() < end:
+            time.sleep(0.01)
+        with open(f"{folder}/child", "w") as file:
+            file.write(str(time.monotonic() < end))
+        os._exit(0)
+    if rank == 0:
+        assert os.waitpid(child, 0)[1] == 0
+    dist.barrier(group)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = _until_it_fails(group)
+    with open(f"{folder}/{rank}", "w") as file:
+        file.write(str(error))
+
+
+def test_a_forked_child_neither_hides_a_death_nor_ends_its_parents_connections(tmp_path, monkeypatch):
+    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    hosts = Hosts([2, 1, 1])  # the last is alone on its host: nobody there could tell of its death
+    with pytest.raises(Exception, match="rank 3 died"):
+        hosts.run(_death_of_a_parent, str(tmp_path))
+    assert (tmp_path / "child").read_text() == "True"  # it lived until they knew
+    for rank in range(3):
+        text = (tmp_path / str(rank)).read_text()
+        assert "lost the connection to rank 3 on another host" in text, text
 
 
 def _death_over_the_last_answer(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ _TEST_INNER = "TORCHTP_TEST_INNER"
 
 # A rank that does not come is named by torchtp when the timeout has passed; NCCL, which would end the process, comes later.
 _NCCL_PATIENCE = datetime.timedelta(seconds=10)
+
+_fork_guard = _C.ForkGuard()
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -58,6 +61,7 @@ def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
         list(options.global_ranks_in_group or []),
         _device_group(options, backend_options),
         trace.calls,
+        _fork_guard,
     )
 
 
@@ -107,3 +111,13 @@ def register() -> None:
     """Make `init_process_group("torchtp")` known to torch.distributed; harmless when it is known already."""
     if dist.is_available():
         dist.Backend.register_backend("torchtp", create, extended_api=True, devices=["cpu", "cuda"])
+        _guard_forks()
+
+
+@functools.cache
+def _guard_forks() -> None:
+    os.register_at_fork(
+        before=_fork_guard.before_fork,
+        after_in_parent=_fork_guard.after_fork_in_parent,
+        after_in_child=_fork_guard.after_fork_in_child,
+    )

@@ -29,6 +29,14 @@ std::vector<int> keys_of(const std::map<int, Fd>& connections) {
   return keys;
 }
 
+std::vector<int> sockets_of(std::initializer_list<const std::map<int, Fd>*> every) {
+  std::vector<int> sockets;
+  for (const auto* connections : every) {
+    for (const auto& [peer, socket] : *connections) sockets.push_back(socket.get());
+  }
+  return sockets;
+}
+
 }  // namespace
 
 // One of the two.
@@ -38,14 +46,22 @@ struct HostLinks::Message {
   net::Mail::MessagePtr mail;
 };
 
-HostLinks::HostLinks(std::map<int, Fd> streams, std::map<int, Fd> mail, std::shared_ptr<shm::Group> host, int rank)
+HostLinks::HostLinks(std::map<int, Fd> streams, std::map<int, Fd> mail, std::shared_ptr<shm::Group> host, int rank,
+                     std::shared_ptr<ForkGuard> fork_guard)
     : host_(std::move(host)),
       rank_(rank),
       peers_(keys_of(mail)),
+      sockets_(sockets_of({&streams, &mail})),
+      fork_guard_(std::move(fork_guard)),
       mail_(rank, std::move(mail)),
-      streams_(std::move(streams)) {}
+      streams_(std::move(streams)) {
+  if (fork_guard_) fork_guard_->add(sockets_);
+}
 
-HostLinks::~HostLinks() { close(""); }
+HostLinks::~HostLinks() {
+  if (fork_guard_) fork_guard_->remove(sockets_);
+  close("");
+}
 
 HostLinks::MessagePtr HostLinks::stream_to(int peer, const void* data, size_t num_bytes) {
   return std::make_shared<Message>(Message{peer, streams_.send(peer, data, num_bytes), nullptr});

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/fork_guard.h"
 #include "net/mail.h"
 #include "net/streams.h"
 #include "shm/group.h"
@@ -24,7 +25,8 @@ class HostLinks {
   struct Message;
   using MessagePtr = std::shared_ptr<Message>;
 
-  HostLinks(std::map<int, Fd> streams, std::map<int, Fd> mail, std::shared_ptr<shm::Group> host, int rank);
+  HostLinks(std::map<int, Fd> streams, std::map<int, Fd> mail, std::shared_ptr<shm::Group> host, int rank,
+            std::shared_ptr<ForkGuard> fork_guard);
   ~HostLinks();
   HostLinks(const HostLinks&) = delete;
   HostLinks& operator=(const HostLinks&) = delete;
@@ -65,6 +67,8 @@ class HostLinks {
   const std::shared_ptr<shm::Group> host_;
   const int rank_;
   const std::vector<int> peers_;
+  const std::vector<int> sockets_;
+  const std::shared_ptr<ForkGuard> fork_guard_;  // of this process; may be null
   std::atomic<bool> closed_{false};
   net::Mail mail_;
   net::Streams streams_;

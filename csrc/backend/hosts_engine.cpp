@@ -46,7 +46,7 @@ bool same(const shm::Fingerprint& a, const shm::Fingerprint& b) {
 }  // namespace
 
 HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host,
-                         std::map<int, Fd> streams, std::map<int, Fd> mail)
+                         std::map<int, Fd> streams, std::map<int, Fd> mail, std::shared_ptr<ForkGuard> fork_guard)
     : hosts_(std::move(hosts)),
       rank_(rank),
       places_(places_of<Place>(hosts_)),
@@ -55,7 +55,7 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
-      links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank)) {}
+      links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank, std::move(fork_guard))) {}
 
 HostsEngine::~HostsEngine() { links_->close(""); }
 

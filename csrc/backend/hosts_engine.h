@@ -25,7 +25,7 @@ class HostsEngine : public Engine {
   // hosts[h]: the ranks of host h, ascending. `host` is the group of this rank's host. Connections: `streams` to each
   // rank of the other hosts, `mail` to all.
   HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::shared_ptr<shm::Group> host,
-              std::map<int, Fd> streams, std::map<int, Fd> mail);
+              std::map<int, Fd> streams, std::map<int, Fd> mail, std::shared_ptr<ForkGuard> fork_guard);
   ~HostsEngine() override;
 
   int rank() const override { return rank_; }

@@ -71,7 +71,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     Connections connections = connect_hosts(bootstrap, *here, options.timeout);
     shm::together(bootstrap, kNoHosts, [&] {
       engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group, std::move(connections.streams),
-                                             std::move(connections.mail));
+                                             std::move(connections.mail), options.fork_guard);
       const auto has_lost = [engine, me = bootstrap.rank()](int rank) { return rank != me && engine->has_lost(rank); };
       bootstrap.watch(has_lost);
       return std::string();

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "backend/engine.h"
+#include "core/fork_guard.h"
 
 namespace torchtp::backend {
 
@@ -16,6 +17,7 @@ struct EngineOptions {
   std::chrono::milliseconds timeout;
   std::string group_name;                         // in error messages
   std::shared_ptr<shm::Whereabouts> whereabouts;  // of this process
+  std::shared_ptr<ForkGuard> fork_guard;          // of this process
 };
 
 struct MadeEngine {

@@ -57,11 +57,12 @@ void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const 
 
 TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                c10::intrusive_ptr<Options> options, DeviceGroup::Make make_device_group,
-                               std::shared_ptr<Trace> trace)
+                               std::shared_ptr<Trace> trace, std::shared_ptr<ForkGuard> fork_guard)
     : Backend(rank, size),
       options_(std::move(options)),
-      made_(make_engine(store, rank, size,
-                        {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr})),
+      made_(make_engine(
+          store, rank, size,
+          {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr, std::move(fork_guard)})),
       engine_(made_.engine),
       device_(std::make_shared<DeviceGroup>(std::move(make_device_group), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(
@@ -169,6 +170,10 @@ void TorchtpBackend::shutdown() {
     closed_ = true;
   }
   runner_.stop();
+  if (engine_->host()->is_forked()) {
+    new std::shared_ptr<Engine>(engine_);  // stays: its threads and what they held at the fork are not there
+    return;
+  }
   device_->close();
   engine_->stop();
 }

@@ -34,9 +34,11 @@ class TorchtpBackend : public c10d::Backend {
   };
 
   // Collective over the store; call it without Python's lock. `make_device_group` is asked for the inner
-  // backend of a device's tensors, `trace` gets to know this group's calls.
+  // backend of a device's tensors, `trace` gets to know this group's calls, `fork_guard` its connections to other
+  // hosts.
   TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options,
-                 DeviceGroup::Make make_device_group, std::shared_ptr<Trace> trace);
+                 DeviceGroup::Make make_device_group, std::shared_ptr<Trace> trace,
+                 std::shared_ptr<ForkGuard> fork_guard);
   ~TorchtpBackend() override;
 
   // What spatial ops move slabs with: one for the group, made when first asked for.

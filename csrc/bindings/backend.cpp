@@ -12,22 +12,28 @@ void bind_backend(pybind11::module_& m) {
   namespace py = pybind11;
   using backend::TorchtpBackend;
 
+  py::class_<ForkGuard, std::shared_ptr<ForkGuard>>(m, "ForkGuard")
+      .def(py::init())
+      .def("before_fork", &ForkGuard::before_fork)
+      .def("after_fork_in_parent", &ForkGuard::after_fork_in_parent)
+      .def("after_fork_in_child", &ForkGuard::after_fork_in_child);
+
   // torch._C's classes (Backend, Store) must be registered before the class that derives from one.
   py::module_::import("torch.distributed");
   py::class_<TorchtpBackend, c10d::Backend, c10::intrusive_ptr<TorchtpBackend>>(m, "TorchtpBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& group_name,
                        const std::vector<uint64_t>& global_ranks, backend::DeviceGroup::Make make_device_group,
-                       std::shared_ptr<backend::Trace> trace) {
+                       std::shared_ptr<backend::Trace> trace, std::shared_ptr<ForkGuard> fork_guard) {
              auto options = c10::make_intrusive<TorchtpBackend::Options>(timeout);
              options->group_name = group_name;
              options->global_ranks_in_group = global_ranks;
              return c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
-                                                        std::move(trace));
+                                                        std::move(trace), std::move(fork_guard));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
            py::arg("global_ranks"), py::arg("make_device_group"), py::arg("trace") = nullptr,
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("fork_guard") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("hosts", &TorchtpBackend::hosts)
       .def(
           "_set_inner_device",
