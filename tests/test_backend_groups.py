@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forked, served_store
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtp.testing import run_ranks
@@ -68,6 +69,23 @@ def _again():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_groups_end_and_begin_again_on_the_same_store(size):
     run_ranks(_again, size, backend="torchtp", fresh=True)
+
+
+def _of_other_sizes(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    sums = []
+    for size in (4, 2, 3, 4, 1, 4):
+        if rank < size:
+            dist.init_process_group("torchtp", store=store, rank=rank, world_size=size)
+            sums.append(_sum_over(None, rank))
+            dist.destroy_process_group()
+    return sums
+
+
+def test_groups_of_other_sizes_begin_on_the_same_store():
+    with served_store() as (_, port):
+        sums = forked(4, _of_other_sizes, port)
+    assert sums == [[6, 1, 3, 6, 0, 6], [6, 1, 3, 6, 6], [6, 3, 6, 6], [6, 6, 6]]
 
 
 def _unwaited():

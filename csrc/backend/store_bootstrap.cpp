@@ -23,9 +23,10 @@ constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLastPause = std::chrono::milliseconds(10);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
-// Each rank counts its own.
-std::string generation(PatientStore& store, int rank) {
-  return std::to_string(store.add("torchtp/arrivals/" + std::to_string(rank), 1));
+// Each rank counts its own, by the group's size: a rank has no part in groups that are too small for it.
+std::string generation(PatientStore& store, int rank, int size) {
+  const std::string of_size = std::to_string(size) + "/";
+  return of_size + std::to_string(store.add("torchtp/arrivals/" + of_size + std::to_string(rank), 1));
 }
 
 }  // namespace
@@ -36,7 +37,7 @@ StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, 
 
 StoreBootstrap::StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size,
                                std::chrono::milliseconds timeout)
-    : StoreBootstrap(store, rank, size, timeout, "torchtp/" + generation(*store, rank), numbers(size)) {}
+    : StoreBootstrap(store, rank, size, timeout, "torchtp/" + generation(*store, rank, size), numbers(size)) {}
 
 StoreBootstrap::StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, int size,
                                std::chrono::milliseconds timeout, std::string prefix, std::vector<int> names)
