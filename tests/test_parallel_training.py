@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from models import make_layout, make_network
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import assert_same_parameters, loss_of, make_images, make_optimizer, train_single
@@ -147,6 +150,59 @@ def _compiled(what):
 @pytest.mark.parametrize("what", ["root", "blocks", "step"])
 def test_torch_compile_leaves_a_parallelized_module_eager_and_exact(what):
     run_ranks(_compiled, 2, what, timeout=120)
+
+
+def _compiled_outside(what, backend):
+    """A step or a loss that meets cut images outside of the module, images of several sizes."""
+    layout = make_layout({"h": 2})
+    models = [torchtp.parallelize(make_network("convnext"), layout) for _ in range(2)]
+    torch._dynamo.reset()
+    for compiled, model in enumerate(models):
+
+        def loss_of(output, target):
+            return F.mse_loss(output, target) + (output[..., 1:] - target[..., :-1]).abs().mean()
+
+        def step(image, target, model=model, loss_of=loss_of):
+            loss = loss_of(model(image), target)
+            loss.backward()
+            return loss
+
+        if compiled and what == "loss":
+            step.__defaults__ = model, torch.compile(loss_of, backend=backend)
+        run = torch.compile(step, backend=backend) if compiled and what == "step" else step
+        for size in (12, 18, 15):
+            image = torch.randn(1, 2, size, size, generator=torch.Generator().manual_seed(size)).double()
+            run(image, layout.shard(image[:, :1, : size // 2, : size // 2]))
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("what, backend", [("step", "aot_eager"), ("loss", "aot_eager"), ("loss", "inductor")])
+def test_torch_compile_leaves_cut_images_outside_of_the_module_to_run(what, backend):
+    run_ranks(_compiled_outside, 2, what, backend, timeout=120)
+
+
+def _compiled_elsewhere():
+    """DTensors that are no images go into graphs as ever, once there are images too."""
+    layout = make_layout({"w": 2})
+    torchtp.parallelize(make_network("convnext"), layout)(make_images(0, 1))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    torch._dynamo.reset()
+
+    def loss_of(a, b):
+        return ((a @ b.t()).softmax(0) * 2 + a.sum() - b.mean()).square().sum()
+
+    gradients = []
+    for function in (loss_of, torch.compile(loss_of, backend="aot_eager", fullgraph=True)):
+        full = torch.arange(24, dtype=torch.float64).view(4, 6) / 20
+        tensors = [distribute_tensor(full.clone(), mesh, [Shard(dim)]).requires_grad_() for dim in (0, 1)]
+        function(*tensors).backward()
+        gradients.append([tensor.grad.full_tensor() for tensor in tensors])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_torch_compile_takes_other_dtensors_beside_a_parallelized_module():
+    run_ranks(_compiled_elsewhere, 2, timeout=120)
 
 
 def _autocast():

@@ -20,6 +20,7 @@ from torchtp.dtensor.upstream import (
     make_dtensor,
     make_spec,
     plain_shard,
+    real_mesh,
     redistributed,
     spec_of,
 )
@@ -61,6 +62,8 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     """What is known of `mesh`; kept on the mesh itself, so that it lives as long as its groups."""
     axes = mesh.__dict__.get(_ATTRIBUTE)
     if axes is None:
+        if (real := real_mesh(mesh)) is not mesh:
+            return axes_of(real)
         axes = Axes(
             tuple(mesh.size(axis) for axis in range(mesh.ndim)),
             tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim)),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.parts import written
+from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
 
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
@@ -71,9 +72,13 @@ def install(name: str, handler: Handler) -> None:
         library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")  # never undone
 
     def dispatch(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if tracing() is not None:
+            return traced(op, args, kwargs or {})
         return handler(op, args, kwargs or {})
 
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if tracing() is not None:
+            return traced(op, args, kwargs or {})
         result = handler(op, args, kwargs or {})
         if isinstance(args[0], DTensor):
             written(args[0])

@@ -39,6 +39,7 @@ __all__ = [
     "make_spec",
     "passthrough",
     "plain_shard",
+    "real_mesh",
     "redistributed",
     "spec_of",
 ]
@@ -87,6 +88,11 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Plac
         return local
     target = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return redistribute_local_tensor(local, spec, target)
+
+
+def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh itself; while torch.compile makes a graph, a stand-in takes its place in DTensors."""
+    return mesh.__dict__.get("real_obj", mesh)
 
 
 def is_known(op: Op) -> bool:
