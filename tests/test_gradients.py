@@ -122,6 +122,29 @@ def _gradients(steps, set_to_none):
     return differences, strides, held, reducer.buckets
 
 
+def _kept(packing):
+    """What is left of a gradient after zero_grad(): itself, what detach() or .data gave of it, a part of it."""
+    model = _net()
+    reducer = _small(model, packing=packing)
+    keeping = [lambda grad: grad, lambda grad: grad.detach(), lambda grad: grad.data, lambda grad: grad[1:]]
+    kept, copies = [], []
+    for step in range(8):
+        model.zero_grad()
+        _loss(model(_batch(step, dist.get_rank()), extra=step != 6)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                kept.append(keeping[step % 4](parameter.grad))
+                copies.append(kept[-1].clone())
+    assert reducer.holds("stem.weight")
+    assert all(map(torch.equal, kept, copies))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torchtp"])
+@pytest.mark.parametrize("packing", ["each", "together"])
+def test_a_gradient_that_is_kept_keeps_its_numbers(packing, backend):
+    run_ranks(_kept, 2, packing, backend=backend)
+
+
 @pytest.mark.parametrize(("size", "backend"), [(2, "gloo"), (3, "torchtp"), (4, "torchtp")])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradient_is_the_mean_and_lies_in_its_bucket(size, backend, set_to_none):

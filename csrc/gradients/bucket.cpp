@@ -4,7 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
 
 #include <algorithm>
 #include <limits>
@@ -24,6 +26,12 @@ std::vector<int64_t> rowmajor_strides(at::IntArrayRef sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * std::max<int64_t>(sizes[dim], 1);
   return strides;
+}
+
+// An address in the memory of the first of `storages`, which live as long as it is in use.
+c10::DataPtr hold(void* address, std::vector<c10::Storage> storages) {
+  const c10::Device device = storages.front().device();
+  return c10::InefficientStdFunctionContext::makeDataPtr(address, [held = std::move(storages)](void*) {}, device);
 }
 
 bool compresses(at::ScalarType dtype, Compression compression) {
@@ -58,11 +66,7 @@ Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters,
     const at::Tensor& parameter = parameters[slot];
     const std::vector<int64_t> strides =
         parameter.is_non_overlapping_and_dense() ? parameter.strides().vec() : rowmajor_strides(parameter.sizes());
-    const int64_t offset = begins_[slot] * item_size / static_cast<int64_t>(parameter.element_size());
-    // Not a view in autograd's sense: such a gradient could not be detached in place.
-    at::Tensor view = at::empty({0}, parameter.options().requires_grad(false));
-    view.set_(flat_.storage(), offset, parameter.sizes(), strides);
-    views_.push_back(std::move(view));
+    views_.push_back(make_view(slot, parameter.options().requires_grad(false), parameter.sizes(), strides));
   }
   const bool asked =
       options.packing == Packing::kTogether || (options.packing == Packing::kByDevice && flat_.is_cuda());
@@ -71,6 +75,29 @@ Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters,
     flat_.record_stream(*side_->stream());
     if (compressed_.defined()) compressed_.record_stream(*side_->stream());
   }
+}
+
+// With a storage of its own over its part of the buffer. Not a view in autograd's sense: such a gradient could not be
+// detached in place.
+at::Tensor Bucket::make_view(size_t slot, const at::TensorOptions& options, at::IntArrayRef sizes,
+                             at::IntArrayRef strides) const {
+  at::Tensor view = at::empty({0}, options);
+  const size_t num_bytes = c10::multiply_integers(sizes) * view.element_size();
+  auto* const begin = static_cast<std::byte*>(flat_.data_ptr()) + begins_[slot] * flat_.element_size();
+  const auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), num_bytes,
+                                                             hold(begin, {flat_.storage()}), nullptr, false);
+  view.set_(c10::Storage(storage), 0, sizes, strides);
+  return view;
+}
+
+void Bucket::let_go(size_t slot) {
+  at::Tensor& view = views_[slot];
+  if (view.use_count() == 1 && view.storage().use_count() == 1) return;
+  note_writer();
+  const at::Tensor copy = view.clone();
+  // The buffer stays with it: what has read the address (numpy) may still have it.
+  view.storage().set_data_ptr_noswap(hold(copy.data_ptr(), {copy.storage(), flat_.storage()}));
+  view = make_view(slot, view.options(), view.sizes(), view.strides());
 }
 
 int64_t Bucket::num_bytes() const { return static_cast<int64_t>(payload().nbytes()); }

@@ -32,6 +32,9 @@ class Bucket {
 
   // parameter's gradient: its sizes, and its strides where they are dense (else contiguous).
   const at::Tensor& view(size_t slot) const { return views_[slot]; }
+  // Before other numbers come into the view of a gradient that is none any more: who has kept it, or a part of it,
+  // keeps its numbers, in memory of their own.
+  void let_go(size_t slot);
   size_t num_slots() const { return views_.size(); }
   int64_t num_bytes() const;  // what travels
   // All gradients, without marks; what no gradient covers is 0.
@@ -56,6 +59,8 @@ class Bucket {
 
  private:
   const at::Tensor& payload() const { return compressed_.defined() ? compressed_ : flat_; }
+  at::Tensor make_view(size_t slot, const at::TensorOptions& options, at::IntArrayRef sizes,
+                       at::IntArrayRef strides) const;
   void pack(const std::vector<at::Tensor>& gradients, double scale);
   void mark(const at::Tensor& buffer, const std::vector<at::Tensor>& gradients, int failed_rank, double present) const;
   void start_copied(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);

@@ -81,12 +81,13 @@ void Reducer::after_accumulation(size_t index) {
 // What a bucket that does not pack needs beforehand: the gradient in its view. One copy after
 // zero_grad(set_to_none=True), none otherwise.
 void Reducer::stow(Parameter& parameter) {
-  const Bucket& bucket = buckets_[parameter.bucket];
+  Bucket& bucket = buckets_[parameter.bucket];
   const at::Tensor& view = bucket.view(parameter.slot);
   const at::Tensor& own = gradient(parameter);
   if (own.defined() && is_same_memory(own, view)) return;
   at::NoGradGuard no_grad;
   if (own.defined()) check_fits(parameter, view);
+  bucket.let_go(parameter.slot);
   if (bucket.packs()) return;
   if (!own.defined()) {
     view.zero_();
@@ -134,7 +135,9 @@ void Reducer::start(size_t index, bool failed) {
   for (const size_t member : members) {
     Parameter& parameter = parameters_[member];
     gradients.push_back(gradient(parameter));
-    if (!failed && (!parameter.ready || !gradients.back().defined())) stow(parameter);
+    const at::Tensor& own = gradients.back();
+    if (!failed && (!parameter.ready || !own.defined())) stow(parameter);
+    if (failed && !(own.defined() && is_same_memory(own, bucket.view(parameter.slot)))) bucket.let_go(parameter.slot);
   }
   note(Event::Kind::kStart, index);
   bucket.measure(records_);
