@@ -57,7 +57,13 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       timeout_ms_(host_->timeout().count()),
       links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank, std::move(fork_guard))) {}
 
-HostsEngine::~HostsEngine() { links_->close(""); }
+HostsEngine::~HostsEngine() {
+  if (host_->is_forked()) {
+    ForkGuard::leave_as_it_is(links_);
+  } else {
+    links_->close("");
+  }
+}
 
 size_t HostsEngine::most_inline() { return kMeetBytes - kPrintBytes; }
 
@@ -80,6 +86,7 @@ void HostsEngine::abort(const std::string& why) noexcept {
 }
 
 void HostsEngine::stop() {
+  if (host_->is_forked()) return;
   links_->part();
   host_->leave();
 }

@@ -170,10 +170,6 @@ void TorchtpBackend::shutdown() {
     closed_ = true;
   }
   runner_.stop();
-  if (engine_->host()->is_forked()) {
-    new std::shared_ptr<Engine>(engine_);  // stays: its threads and what they held at the fork are not there
-    return;
-  }
   device_->close();
   engine_->stop();
 }

@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "core/fd.h"
 
 namespace torchtp {
@@ -16,6 +18,8 @@ void ForkGuard::remove(const std::vector<int>& sockets) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const int socket : sockets) sockets_.erase(socket);
 }
+
+void ForkGuard::leave_as_it_is(std::shared_ptr<void> owned) { new std::shared_ptr<void>(std::move(owned)); }
 
 void ForkGuard::after_fork_in_child() {
   if (!sockets_.empty()) {

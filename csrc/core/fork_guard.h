@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <set>
 #include <vector>
@@ -12,6 +13,9 @@ class ForkGuard {
  public:
   void add(const std::vector<int>& sockets);
   void remove(const std::vector<int>& sockets);  // before they are closed
+
+  // In a forked child, instead of ending what has threads: they are not there, and what they held stays held.
+  static void leave_as_it_is(std::shared_ptr<void> owned);
 
   // Around a fork, on the thread that forks.
   void before_fork() { mutex_.lock(); }
