@@ -174,6 +174,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void compare_fingerprints();
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
+  bool keeps_from_running(Awaited& awaited) const;
   void nap_until_ready(Channel channel, Awaited& awaited);
   std::vector<ToldWait> waits_of(int rank) const;
   void report(const std::string& what) const;

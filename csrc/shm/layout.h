@@ -41,6 +41,7 @@ struct alignas(kLine) AnnouncementOf {
 template <typename World>
 struct alignas(kLine) RankControlOf {
   typename World::template Atomic<uint32_t> left;
+  typename World::template Atomic<uint32_t> core;  // where it waited last, counted from 1; a hint (waiting.cpp)
   BellOf<World> bells[kNumChannels];
   AnnouncementOf<World> announcements[2];  // rounds alternate
 };
