@@ -190,6 +190,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Protocol<Processes>> protocol_;
   std::unique_ptr<Heap> heap_;
   Staging staging_;
+  std::atomic<uint32_t> crowded_waits_{0};  // for a rank on the same core
   std::atomic<int64_t> timeout_ms_;
   uint64_t round_ = 0;
   Fingerprint fingerprint_;  // mine of this round

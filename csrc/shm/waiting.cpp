@@ -21,6 +21,8 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
 constexpr int kFewSpins = 100;  // some 2.5 us
+// So often who gives way sleeps instead: who is woken is put on an idle core, who only yields stays where it is.
+constexpr uint32_t kCrowdedWaits = 16;
 constexpr auto kYieldTime = milliseconds(1);
 constexpr auto kFirstNap = milliseconds(2);
 constexpr auto kLongWait = milliseconds(100);   // is told to the peers, of all groups
@@ -42,7 +44,10 @@ int first_rank(uint64_t mask) { return __builtin_ctzll(mask); }
 void Group::wait(Channel channel, Awaited& awaited) {
   for (int i = 0; i < spins_; ++i) {
     if (awaited.ready()) return;
-    if (i == kFewSpins && keeps_from_running(awaited)) break;
+    if (i == kFewSpins && keeps_from_running(awaited)) {
+      if (++crowded_waits_ % kCrowdedWaits == 0) return nap_until_ready(channel, awaited);
+      break;
+    }
     pause_briefly();
   }
   const Deadline end_of_yielding(kYieldTime);
