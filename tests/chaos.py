@@ -359,7 +359,7 @@ def main(trials, seed, over_hosts):
             diary = Diary(trial.size)
             wrong = Ranks(stage, trial, port, diary).reap(rng)
             # Its first word is still in the store, unless the store has gone with rank 0.
-            spoke = not trial.hosted and looking.check([f"{number}/0//cpu//torchtp/1/1/{trial.victim}"])
+            spoke = not trial.hosted and looking.check([f"{number}/0//cpu//torchtp/{trial.size}/1/1/{trial.victim}"])
             wrong += judge(trial, diary, spoke, latencies)
             if not wrong:
                 continue
