@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from test_backend_errors import _error_of
 from test_backend_faults import Store, at_call
 
 from torchtp import testing
@@ -22,14 +23,6 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can 
 def pairs():
     with contextlib.closing(Hosts((2, 2))) as made:
         yield made
-
-
-def _error_of(call):
-    try:
-        call()
-    except dist.DistBackendError as error:
-        return str(error)
-    return None
 
 
 def _mismatch(numels):

@@ -100,8 +100,8 @@ class HostsEngine::Blocks {
     }
     if (way_ == Way::kAlone || way_ == Way::kSlots) places_[me_] = data_;
     adds_on_arrival_ = engine_.num_hosts() == 2 && (way_ == Way::kInPlace || way_ == Way::kStaged);
+    const size_t most = most_between();
     for (at::Tensor& each : engine_.between_) {
-      const size_t most = most_between();
       if (each.defined() && static_cast<size_t>(each.numel()) >= most) continue;
       each = at::empty({static_cast<int64_t>(most)}, at::TensorOptions().dtype(at::kByte));
     }

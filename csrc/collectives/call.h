@@ -71,7 +71,7 @@ inline void copy_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
 
 // The same into memory that another rank of the group reads next.
 inline void stage_bytes(shm::Group& group, std::byte* out, const std::byte* in, size_t num_bytes) {
-  if (num_bytes != 0) group.staging().copy(out, in, num_bytes);
+  group.staging().copy(out, in, num_bytes);
 }
 
 // Calls body(offset, size) for the pieces of [0, num_bytes), at least once, so that an empty message is a round too.

@@ -56,7 +56,7 @@ void Staging::copy(std::byte* out, const std::byte* in, size_t num_bytes) {
   const Copy way(*this, num_bytes);
   if (way.past()) {
     stream_copy(out, in, num_bytes);
-  } else {
+  } else if (num_bytes != 0) {  // of an empty message there may be no memory
     std::memcpy(out, in, num_bytes);
   }
 }

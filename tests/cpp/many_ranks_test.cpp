@@ -1,7 +1,5 @@
 // Every collective on as many ranks as a group can have, and on an odd number of them that no power of two divides.
 
-#include <numeric>
-
 #include "check.h"
 #include "collectives/allgather.h"
 #include "collectives/allreduce.h"
