@@ -82,6 +82,10 @@ class Loop {
   static constexpr int64_t kLanes = 2 * V::kLanes;
   static constexpr int64_t kUnrolled = 4;  // the loop over the inputs would else cost as much as what it does
   static constexpr int64_t kStep = kUnrolled * kLanes;
+  // What the processor foresees of several inputs keeps the memory busy with half of what it could give: without the
+  // request a sum of 25 MB takes 1.15 times as long for 2 ranks, one of as many bytes of bf16 1.4 times for 4.
+  static constexpr size_t kAheadBytes = 3072;
+  static constexpr size_t kLineBytes = 64;
 
  public:
   TORCHTP_TARGET static void run(std::byte* bytes, const std::vector<const std::byte*>& inputs, int64_t count,
@@ -90,9 +94,11 @@ class Loop {
     int64_t i = 0;
     for (; i + kStep <= count; i += kStep) {
       Wide<V> value[kUnrolled];
+      request(numbers(inputs[0]) + i);
       for (int64_t u = 0; u < kUnrolled; ++u) value[u] = Format::load(numbers(inputs[0]) + i + u * kLanes);
       for (size_t r = 1; r < inputs.size(); ++r) {
         const Number* const in = numbers(inputs[r]) + i;
+        request(in);
         for (int64_t u = 0; u < kUnrolled; ++u) value[u] = apply(value[u], Format::load(in + u * kLanes));
       }
       for (int64_t u = 0; u < kUnrolled; ++u) Format::store(out + i + u * kLanes, finish(value[u], divisor));
@@ -113,6 +119,11 @@ class Loop {
 
  private:
   static const Number* numbers(const std::byte* bytes) { return reinterpret_cast<const Number*>(bytes); }
+  // A step of an input, kAheadBytes behind `in`; past the end it is no access, only a request in vain.
+  TORCHTP_VECTOR static void request(const Number* in) {
+    const auto* const ahead = reinterpret_cast<const char*>(in) + kAheadBytes;
+    for (size_t line = 0; line < kStep * sizeof(Number); line += kLineBytes) __builtin_prefetch(ahead + line);
+  }
   TORCHTP_VECTOR static Wide<V> apply(const Wide<V>& x, const Wide<V>& y) {
     return {Op::template apply<V>(x.a, y.a), Op::template apply<V>(x.b, y.b)};
   }
