@@ -116,6 +116,8 @@ def _figures():
          "bytes": {"forward": 3e8}, "ours": {"forward": 1e-4}, "one_launch": {"forward": 1.5e-4}, "theirs": {"forward": 4e-4}},
         {"case": "h", "kind": "halo pack", "what": "small", "bytes": 1000, "moved": 2000, "ours": {"pack": 6e-6},
          "theirs": {"narrow and copy": 1e-5}},
+        {"case": "k", "kind": "dense convolution", "what": "3x3", "dtype": "bf16", "bytes": 2**26,
+         "ways": {way: {"forward": 1e-4, "backward": 3e-4} for way in ("laid", "border", "alone")}},
         {"case": "a", "variant": "(a) reference", "precision": "fp32", "step_s": 2.0, "peak_allocated_GiB": 43.0, **step},
         {"case": "a2", "variant": "(a) reference, checkpointed", "precision": "fp32", "step_s": 1.0,
          "peak_allocated_GiB": 11.0, **step},
@@ -146,6 +148,7 @@ def test_the_page_compares_figures_with_targets():
     ]
     assert found["the article's step: memory over the reference"].figures == [pytest.approx(0.6)]
     made = page.text(results)
+    assert "3x3, bf16, 64 MiB, backward | 300.0 | 300.0 | 300.0 | 1.00" in made
     assert "a card" in made and "wrong / and long" in made
     assert "all, s: 1 figures have the host's time in them, not captured: `not / permitted`" in made
     assert "| stage 1, bf16, channels last, forward | 100.0 | 150.0 | 400.0 | 4.00 | 75% |" in made
@@ -203,7 +206,7 @@ def _dry_run(out, *arguments):
 def test_the_kernels_times_are_taken_without_a_card_too(tmp_path):
     parts = _dry_run(tmp_path, "--only", "kernel times")
     assert {row["kind"] for row in parts["kernel times"]} == {
-        "depthwise", "layer norm", "depthwise layer norm", "halo pack", "bucket pack", "op",
+        "depthwise", "layer norm", "depthwise layer norm", "dense convolution", "halo pack", "bucket pack", "op",
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torchtp  # noqa: F401
+from benchmarks.gpu.dense_times import SHAPES, dense
 from benchmarks.gpu.move_times import bucket, copies, halo_pack
 from benchmarks.gpu.part import Part, main
 from benchmarks.gpu.timing import Timer
@@ -310,6 +311,9 @@ def run(part: Part, options: argparse.Namespace) -> None:
         case(f"halo pack, {name}", halo_pack, name, shape, dim, depth)
     for kind in DTYPES:
         case(f"bucket pack to {kind}", bucket, kind)
+    for shape in SHAPES[: 1 if part.dry else None]:
+        for kind, dtype in DTYPES.items():
+            case(f"dense convolution, {shape}, {kind}", dense, shape, kind, dtype)
     copying = ("batch norm", "group norm", "bilinear interpolation", "nearest interpolation")
     for name in (*copying, "max pooling", "layer scale", *WINDOWS):
         for layout in LAYOUTS:

@@ -61,6 +61,7 @@ def text(results: dict[str, Any]) -> str:
         *_section("Depthwise convolutions 7x7", _depthwise(rows)),
         *_section("Layer norm over channels", _layer_norm(rows)),
         *_section("Depthwise convolution 7x7 and layer norm", _depthwise_layer_norm(rows)),
+        *_section("Halos of dense convolutions, channels last", _dense(rows)),
         *_section("Moving", _moving(rows)),
         *_section("Other ops", _ops(rows)),
         *_section("The article's workload", _article(rows)),
@@ -193,6 +194,19 @@ def _depthwise_layer_norm(rows: list[Row]) -> str:
         "times as fast",
         "of the higher ceiling (FMA, copying)",
     ]
+    return table(headings, lines) if lines else ""
+
+
+def _dense(rows: list[Row]) -> str:
+    lines = []
+    for row in rows:
+        if row.get("kind") != "dense convolution":
+            continue
+        for name in ("forward", "backward"):
+            laid, border, alone = (row["ways"][way][name] for way in ("laid", "border", "alone"))
+            lines.append([f"{row['what']}, {row['dtype']}, {row['bytes'] / 2**20:.0f} MiB, {name}", _us(laid),
+                          _us(border), _us(alone), f"{laid / border:.2f}"])  # fmt: skip
+    headings = ["", "halos laid beside, us", "border apart, us", "without halos, us", "times as fast apart"]
     return table(headings, lines) if lines else ""
 
 

@@ -240,6 +240,36 @@ def network(dry: bool, name: str, axes: Sequence[str], kind: str) -> dict[str, A
     return {"largest_error": max(errors.values()), "of": max(errors, key=lambda key: errors[key])}
 
 
+def border(dry: bool, axes: Sequence[str]) -> dict[str, Any]:
+    """A dense convolution whose border is computed apart, forward and backward, equals that of the whole image."""
+    device = start(dry)
+    layout = _layout(device, axes)
+    dims = [{"h": 2, "w": 3}[axis] for axis in axes]
+    groups = [layout.mesh.get_group(axis).group_name for axis in axes]
+    generator = torch.Generator().manual_seed(5)
+    errors = {}
+    for kernel, stride, memory in ((3, 1, torch.channels_last), (7, 2, torch.contiguous_format)):
+        sizes, at = (2, 16, 40, 48), ([stride] * 2, [kernel // 2] * 2, [1, 1])
+        x = torch.randn(sizes, generator=generator).to(device, memory_format=memory).requires_grad_()
+        weight = torch.randn(24, 16, kernel, kernel, generator=generator).to(device).requires_grad_()
+        y = torch.nn.functional.conv2d(x, weight, None, *at)
+        dy = torch.randn(y.shape, generator=generator).to(device)
+        dx, dw = torch.autograd.grad(y, (x, weight), dy)
+        part, dpart = x.detach()[layout.tile(sizes)].clone(), dy[layout.tile(y.shape)].clone()
+        cut = (1, dims, [sizes[dim] for dim in dims], groups)
+        found = torch.ops.torchtp.border_convolution(part, weight.detach(), None, *at, *cut)
+        mine = torch.ops.torchtp.border_convolution_backward(dpart, part, weight.detach(), *at, *cut)
+        dist.all_reduce(mine[1])
+        pairs = {
+            "output": (found, y[layout.tile(y.shape)]),
+            "dx": (mine[0], dx[layout.tile(sizes)]),
+            "dw": (mine[1], dw),
+        }
+        for name, (own, whole) in pairs.items():
+            errors[f"{name}, {kernel}x{kernel}"] = _same(own, whole.detach(), 1e-4, name)
+    return {"largest_error": max(errors.values()), "of": max(errors, key=lambda key: errors[key])}
+
+
 def graph(dry: bool) -> dict[str, Any]:
     """A cut convolution captured in a CUDA graph gives on replay what it gives eagerly."""
     device, rank, size = start(dry), dist.get_rank(), dist.get_world_size()

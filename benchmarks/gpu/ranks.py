@@ -55,7 +55,9 @@ def run(part: Part, options: argparse.Namespace) -> None:
     networks = ("ConvNeXt block", "ConvNeXt block of torchtp's layers", "ResNet")
     for name in networks:
         add(f"{name} cut on W, fp32", 2, rank_bodies.network, name, ["w"], "fp32")
+    add("dense convolution, border apart", 2, rank_bodies.border, ["w"])
     if most > 2:
+        add("dense convolution, border apart", most, rank_bodies.border, ["h", "w"])
         add("pulls by auto", most, rank_bodies.pulls, "auto", draws)
         add("collectives", most, rank_bodies.collectives)
         for name in networks:

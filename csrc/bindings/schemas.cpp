@@ -36,6 +36,11 @@ TORCH_LIBRARY(torchtp, m) {
   m.def("depthwise_backward(Tensor grad_output, Tensor input, Tensor weight, " DEPTHWISE ", " CUT
         ") -> (Tensor, Tensor)");
 
+  // The same for parts large enough on a device, where halos are not laid beside own rows. On the CPU for tests.
+  m.def("border_convolution(Tensor input, Tensor weight, Tensor? bias, " DEPTHWISE ", int groups, " CUT ") -> Tensor");
+  m.def("border_convolution_backward(Tensor grad_output, Tensor input, Tensor weight, " DEPTHWISE ", int groups, " CUT
+        ") -> (Tensor, Tensor)");
+
   // Statistics over all ranks of the groups; what is saved is (mean, 1 / standard deviation).
   m.def(
       "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "

@@ -11,17 +11,13 @@
 
 #include <algorithm>
 
+#include "spatial/border_convolution.h"
 #include "spatial/convolution_geometry.h"
 #include "spatial/depthwise.h"
 #include "spatial/pull.h"
 
 namespace torchtp::spatial {
 namespace {
-
-// NOTE [one output has no stride]
-// Where a part has one output in a dim, its stride there says nothing, and is taken as 1: for 16-bit numbers PyTorch's
-// CPU convolutions (oneDNN; 2.13 and 2.15) read beyond an only output column with a stride, and narrow parts make
-// such columns of images that have more.
 
 // NOTE [one local backward]
 // The gradient of the weight is a sum of products x[i] dy[o]. Each is counted by the rank that owns x[i], so x is kept
@@ -53,6 +49,9 @@ bool is_empty(const Cut& cut, const std::vector<Interval>& all) { return all[cut
 at::Tensor forward_conv(at::Tensor input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                         ConvolutionParams params, const std::vector<Cut>& cuts) {
   if (has_depthwise(input, weight, params)) return depthwise(input, weight, bias, params, cuts);
+  if (pays_border_way(input, cuts) && has_border_way(input, weight, params, cuts)) {
+    return border_convolution(input, weight, bias, params, cuts);
+  }
   const ConvolutionParams global = params;
   const at::Tensor own = input;
   bool nothing = input.is_meta();
@@ -118,22 +117,6 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
   return output;
 }
 
-// Frame of dy and padding of x that make the local geometry of NOTE [one local backward] fit.
-struct LocalBackward {
-  Interval frame;
-  int64_t padding;
-};
-
-LocalBackward fit_backward(const Interval& own, const Interval& dy, const Window& window) {
-  const int64_t left = window.padding + own.begin - window.stride * dy.begin;
-  int64_t zeros = std::max<int64_t>(0, ceil_div(-left, window.stride));
-  for (;; ++zeros) {
-    const Window local{window.kernel, window.stride, left + zeros * window.stride, window.dilation};
-    const int64_t extent = output_extent(local, own.size());
-    if (extent >= zeros + dy.size()) return {{dy.begin - zeros, dy.begin - zeros + extent}, local.padding};
-  }
-}
-
 // dx and dw by ATen, on own x and the pulled dy.
 std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::Tensor& input, const at::Tensor& weight,
                                                       const ConvolutionParams& params,
@@ -163,10 +146,7 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
       const LocalBackward fitted = fit_backward(own, dy_rows, window);
       frame = fitted.frame;
       local.padding[index] = fitted.padding;
-      if (frame.size() == 1) {  // NOTE [one output has no stride]; without it there is room for more, of zeros
-        local.stride[index] = 1;
-        frame.end = frame.begin + own.size() + 2 * fitted.padding - window.reach();
-      }
+      local.stride[index] = fitted.stride;
     }
     Cut output_cut = cut;
     output_cut.extent = extent;
@@ -221,6 +201,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   at::Tensor grad_input, grad_weight, grad_bias;
   if (has_depthwise(input, weight, params)) {
     std::tie(grad_input, grad_weight) = depthwise_backward(grad_output, input, weight, params, output_mask, cuts);
+  } else if (pays_border_way(input, cuts) && has_border_way(input, weight, params, cuts)) {
+    std::tie(grad_input, grad_weight) =
+        border_convolution_backward(grad_output, input, weight, params, output_mask, cuts);
   } else {
     std::tie(grad_input, grad_weight) = backward_on_pulled(grad_output, input, weight, params, output_mask, cuts);
   }

@@ -53,6 +53,11 @@ class Surroundings {
     if (columns_) columns_->release();
     if (rows_) rows_->release();
   }
+  // After wait(), until release(); undefined where that dim is not cut. Left and right ones are of all rows.
+  const at::Tensor& above() const { return above_; }
+  const at::Tensor& below() const { return below_; }
+  const at::Tensor& left() const { return left_; }
+  const at::Tensor& right() const { return right_; }
   // Before wait() with own rows and columns alone.
   template <typename T>
   kernels::HaloPlanes<T> planes() const {
