@@ -38,6 +38,7 @@ from torchtp.testing import timeout_scale
 
 PHASES = ("rendezvous", *(body.__name__ for body in chaos_phases.PHASES), "destroy")
 BLOWS = ("kill", "stop", "slow")
+UNKNOWN = "not yet known"  # before its first words: nobody has a process to watch, the deadline tells
 TIMEOUT = datetime.timedelta(seconds=300)
 SHORT_TIMEOUT = datetime.timedelta(seconds=10)  # where a rank may die before it has said a word: nobody can know of it
 HANG_SECONDS = 60.0  # of a trial; far more than any takes, far less than TIMEOUT
@@ -307,7 +308,8 @@ def judge(trial, diary, spoke, latencies):
             causes.add(error)
         if not named:
             wrong.append(f"rank {rank} does not name rank {trial.victim} and the call")
-        latencies[trial.phase].append((raised_at - blow_at) / 1e6)
+        what = UNKNOWN if "did not come to the creation" in error else PHASES[trial.phase]
+        latencies[what].append((raised_at - blow_at) / 1e6)
     if num_raised and not killed:
         wrong.append("somebody raised")
     if len(causes) > 1:
@@ -368,10 +370,15 @@ def main(trials, seed, over_hosts):
             for rank in range(trial.size):
                 phase, _, _, raised_at, error = diary.read(rank)
                 print(f"  rank {rank} in '{PHASES[phase]}': {error if raised_at else 'raised nothing'}", flush=True)
-    for phase, values in sorted(latencies.items()):
-        print_latencies(PHASES[phase], values)
-    if latencies:
-        print_latencies("all", [value for values in latencies.values() for value in values])
+    unknown = latencies.pop(UNKNOWN, [])
+    for phase in PHASES:
+        if latencies[phase]:
+            print_latencies(phase, latencies[phase])
+    seen = [value for values in latencies.values() for value in values]
+    if seen:
+        print_latencies("all", seen)
+    if unknown:
+        print_latencies(UNKNOWN, unknown)
     print(f"{failed} of {trials} trials failed", flush=True)
     return 1 if failed else 0
 
