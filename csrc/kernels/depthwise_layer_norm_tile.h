@@ -76,8 +76,7 @@ struct DepthwiseLayerNorm {
     while (program.shared_bytes() > good && grid.log_x + grid.log_y > 1) shrink(grid, false);
     const DepthwiseLayerNormMemory memory = program.memory();
     const int64_t innermost = kChannelsLast ? in.channels : in.width;
-    program.stage =
-        stage_shape(kLanes, memory.window_rows(), memory.window_columns(), 0, loads_four(in.own, innermost));
+    program.stage = stage_shape(kLanes, memory.window_rows(), memory.window_columns(), 0, loads_four(in, innermost));
     return program;
   }
 

@@ -8,7 +8,7 @@
 #include "kernels/vectors.h"
 
 // How a block of a depthwise convolution brings its tile of the input, with whatever halo it meets, into shared memory
-// as float. Four neighbours along the innermost dim go by one load where they lie side by side in own memory.
+// as float. Four neighbours along the innermost dim go by one load where they lie side by side in one piece.
 namespace torchtp::kernels {
 
 constexpr int kLanes = 32;  // channels of a block where channels come last: a warp reads neighbours in memory
@@ -16,6 +16,13 @@ constexpr int kLanes = 32;  // channels of a block where channels come last: a w
 template <typename T>
 bool loads_four(const T* pointer, int64_t innermost) {
   return innermost % 4 == 0 && reinterpret_cast<uintptr_t>(pointer) % (4 * sizeof(T)) == 0;
+}
+
+// Of every piece.
+template <typename T>
+bool loads_four(const HaloPlanes<T>& in, int64_t innermost) {
+  return loads_four(in.own, innermost) && loads_four(in.above, innermost) && loads_four(in.below, innermost) &&
+         loads_four(in.left, innermost) && loads_four(in.right, innermost);
 }
 
 // With a dilation, outputs that many rows and columns apart read a part of the input that others don't: what a block
@@ -63,13 +70,29 @@ inline StageShape stranded_shape(int32_t planes, int32_t rows, int32_t columns, 
   return shape;
 }
 
+// Loads that a thread has under way before it writes what the first of them brought.
+constexpr int kAhead = 4;
+
+// A thread's rows, plane after plane.
+struct PlaneRows {
+  int32_t row, plane = 0;
+
+  explicit TORCHTP_HOST_DEVICE PlaneRows(int32_t first) : row(first) {}
+  // Goes on in the next planes where the row has run beyond its own; false behind the last one.
+  TORCHTP_HOST_DEVICE bool within(const StageShape& shape) {
+    for (; row >= shape.rows && plane < shape.planes; ++plane) row -= shape.rows;
+    return plane < shape.planes;
+  }
+};
+
 // Channels first: planes [first_plane, first_plane + planes) of those below end_plane, from input row y0 and column x0
-// on. What is in row `row` and column `column` of plane number q goes to tile[place(q, row, column)].
+// on. What is in row `row` and column `column` of plane number q goes to tile[place(q, row, column)]. These are the
+// columns that own rows have, and zeros beyond all pieces; where columns lie one by one, halo columns are left out.
 template <int kThreads, typename T, typename PlaceOf>
-TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
-                                      int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
-                                      const PlaceOf& place) {
-  const bool fours = shape.fours && shape.steps.x == 1;
+TORCHTP_HOST_DEVICE void stage_lines(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                     int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
+                                     const PlaceOf& place) {
+  const bool dense = shape.steps.x == 1, fours = shape.fours && dense;
   const int32_t shift = fours ? x0 & 3 : 0, start = x0 - shift, row_fours = (shift + shape.columns + 3) / 4;
   // Where there are more fours in a row than threads, each takes several; else several rows are taken at once.
   const int32_t together = row_fours < kThreads ? kThreads / row_fours : 1;
@@ -78,44 +101,82 @@ TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape&
   for (int32_t four_number = thread - first_row * row_fours; four_number < row_fours; four_number += kThreads) {
     const int32_t v = 4 * four_number, x = start + v * shape.steps.x;
     const bool inside = fours && x >= 0 && x + 4 <= in.width;
-    int32_t row = first_row;
-    for (int32_t q = 0; q < shape.planes;) {
-      if (row >= shape.rows) {
-        row -= shape.rows;
-        ++q;
-        continue;
-      }
-      const int32_t y = y0 + row * shape.steps.y;
-      const int64_t plane = first_plane + q;
-      float four[4] = {0, 0, 0, 0};
-      if (plane < end_plane && y >= 0 && y < in.height) {
-        const T* const line = in.own + in.template own_index<false>(plane, 0, y, 0);
-        if (inside) {
-          const auto pack = *reinterpret_cast<const Pack<T, 4>*>(line + x);
+    for (PlaneRows at(first_row); at.within(shape);) {
+      Pack<T, 4> packs[kAhead];
+      PlaneRows from = at;
+      if (inside) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) four[i] = static_cast<float>(pack.values[i]);
-        } else {
+        for (int i = 0; i < kAhead; ++i, at.row += together) {
+          packs[i] = {};
+          if (!at.within(shape)) continue;
+          const int64_t plane = first_plane + at.plane;
+          const T* const line = plane < end_plane ? in.line(plane, y0 + at.row * shape.steps.y) : nullptr;
+          if (line) packs[i] = load_pack(reinterpret_cast<const Pack<T, 4>*>(line + x));
+        }
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int32_t at = x + i * shape.steps.x;
-            if (at >= 0 && at < in.width) {
-              four[i] = static_cast<float>(line[at]);
-            } else if (in.columns_left + in.columns_right > 0) {
-              four[i] = in.template at<false>(plane, 0, y, at);
-            }
+        for (int i = 0; i < kAhead; ++i, from.row += together) {
+          if (!from.within(shape)) break;
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int32_t column = v + k - shift;
+            if (column < 0 || column >= shape.columns) continue;
+            tile[place(from.plane, from.row, column)] = static_cast<float>(packs[i].values[k]);
           }
         }
-      } else if (plane < end_plane && in.has_halo()) {
+      } else {
+        const int32_t y = y0 + at.row * shape.steps.y;
+        const int64_t plane = first_plane + at.plane;
+        const T* const line = plane < end_plane ? in.line(plane, y) : nullptr;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) four[i] = in.template at<false>(plane, 0, y, x + i * shape.steps.x);
+        for (int k = 0; k < 4; ++k) {
+          const int32_t column = v + k - shift, across = x + k * shape.steps.x;
+          if (column < 0 || column >= shape.columns) continue;
+          float value = 0;
+          if (across >= 0 && across < in.width) {
+            if (line) value = static_cast<float>(line[across]);
+          } else if (across >= in.first_column() && across < in.end_column()) {
+            if (dense) continue;
+            if (plane < end_plane) value = in.template at<false>(plane, 0, y, across);
+          }
+          tile[place(at.plane, at.row, column)] = value;
+        }
+        at.row += together;
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int32_t column = v + i - shift;
-        if (column >= 0 && column < shape.columns) tile[place(q, row, column)] = four[i];
-      }
-      row += together;
     }
+  }
+}
+
+// The halo columns that stage_lines leaves out: a thread takes those of a row, which lie side by side.
+template <int kThreads, typename T, typename PlaceOf>
+TORCHTP_HOST_DEVICE void stage_columns(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                       int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
+                                       const PlaceOf& place) {
+  const int32_t end = x0 + shape.columns, rows = in.end_row() - in.first_row();
+  const int32_t left = x0 > in.first_column() ? x0 : in.first_column(), left_end = end < 0 ? end : 0;
+  const int32_t right = x0 > in.width ? x0 : in.width, right_end = end < in.end_column() ? end : in.end_column();
+  if (left >= left_end && right >= right_end) return;
+  for (PlaneRows at(thread); at.within(shape); at.row += kThreads) {
+    const int32_t y = y0 + at.row * shape.steps.y - in.first_row();
+    const int64_t plane = first_plane + at.plane, line = plane * rows + y;
+    const bool there = plane < end_plane && y >= 0 && y < rows;
+    for (int32_t x = left; x < left_end; ++x) {
+      const T* const from = in.left + line * in.columns_left + x - in.first_column();
+      tile[place(at.plane, at.row, x - x0)] = there ? static_cast<float>(*from) : 0;
+    }
+    for (int32_t x = right; x < right_end; ++x) {
+      const T* const from = in.right + line * in.columns_right + x - in.width;
+      tile[place(at.plane, at.row, x - x0)] = there ? static_cast<float>(*from) : 0;
+    }
+  }
+}
+
+template <int kThreads, typename T, typename PlaceOf>
+TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                      int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
+                                      const PlaceOf& place) {
+  stage_lines<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
+  if (shape.steps.x == 1 && in.columns_left + in.columns_right > 0) {
+    stage_columns<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
   }
 }
 
@@ -159,20 +220,31 @@ TORCHTP_HOST_DEVICE void stage_interleaved(const HaloPlanes<T>& in, const StageS
                                            int32_t y0, int32_t x0, int thread, float* tile) {
   constexpr int kFours = kLanes / 4;
   const int32_t q = thread % kFours * 4, c = c0 + q;
-  for (Walk at(thread / kFours, kThreads / kFours, shape.columns); at.row < shape.rows; at.next()) {
-    Pack<float, 4> four{};
-    const T* const pixel = in.template pixel<true>(n, y0 + at.row * shape.steps.y, x0 + at.column * shape.steps.x);
-    if (pixel && shape.fours && c < in.channels) {
-      const auto pack = *reinterpret_cast<const Pack<T, 4>*>(pixel + c);
+  float* to = tile + thread / kFours * kLanes + q;
+  for (Walk at(thread / kFours, kThreads / kFours, shape.columns); at.row < shape.rows;) {
+    Pack<T, 4> packs[kAhead];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four.values[i] = static_cast<float>(pack.values[i]);
-    } else if (pixel) {
+    for (int i = 0; i < kAhead; ++i, at.next()) {
+      packs[i] = {};
+      if (at.row >= shape.rows) continue;
+      const T* const pixel = in.template pixel<true>(n, y0 + at.row * shape.steps.y, x0 + at.column * shape.steps.x);
+      if (pixel && shape.fours && c < in.channels) {
+        packs[i] = load_pack(reinterpret_cast<const Pack<T, 4>*>(pixel + c));
+      } else if (pixel) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (c + i < in.channels) four.values[i] = static_cast<float>(pixel[c + i]);
+        for (int k = 0; k < 4; ++k) {
+          if (c + k < in.channels) packs[i].values[k] = pixel[c + k];
+        }
       }
     }
-    *reinterpret_cast<Pack<float, 4>*>(tile + (at.row * shape.columns + at.column) * kLanes + q) = four;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i, to += kThreads / kFours * kLanes) {
+      if (to >= tile + shape.interleaved_floats()) break;
+      Pack<float, 4> four;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) four.values[k] = static_cast<float>(packs[i].values[k]);
+      *reinterpret_cast<Pack<float, 4>*>(to) = four;
+    }
   }
 }
 

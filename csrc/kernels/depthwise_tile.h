@@ -43,7 +43,7 @@ struct DepthwiseTile : NoTeams {
     TileGrid grid = kChannelsLast ? tile_grid(8, 5, false, kRows, kColumns, kColumns == 4 ? 2 : 1, regions, steps)
                                   : tile_grid(7, 0, true, kRows, kColumns, kColumns == 4 ? 4 : 3, regions, steps);
     const int64_t innermost_in = kChannelsLast ? in.channels : in.width;
-    const bool loads = loads_four(in.own, innermost_in);
+    const bool loads = loads_four(in, innermost_in);
     const bool stores = !kChannelsLast && steps.x == 1 && loads_four(out, params.out_width);
     for (;;) {
       const int32_t rows = Meeting::rows(grid.rows()), columns = Meeting::rows(grid.columns());

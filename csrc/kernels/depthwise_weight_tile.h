@@ -59,7 +59,7 @@ struct DepthwiseWeightTile : NoTeams {
     do {
       const int32_t pitch = Meeting::skipped(grid.columns() - kColumns) + round_to_fours(kWindow);
       program.stage = stage_shape(grid.planes(), Meeting::rows(grid.rows()), Meeting::rows(grid.columns()), pitch,
-                                  loads_four(window.own, innermost), steps);
+                                  loads_four(window, innermost), steps);
     } while (program.shared_bytes() > most_shared && shrink(grid, !kChannelsLast));
     program.chunks = Divider((points.channels + grid.planes() - 1) >> grid.log_planes);
     const auto units = static_cast<int32_t>(batches) * grid.tiles();

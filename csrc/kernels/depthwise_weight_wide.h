@@ -57,7 +57,7 @@ struct DepthwiseWeightWide : NoTeams {
     program.row_parts = (y.kernel + most_tall - 1) / most_tall;
     program.tall = (y.kernel + program.row_parts - 1) / program.row_parts;
     program.mirrored = mirrored;
-    const bool loads_points = loads_four(points.own, points.width), loads_window = loads_four(window.own, window.width);
+    const bool loads_points = loads_four(points, points.width), loads_window = loads_four(window, window.width);
     const int32_t rows = (kTileRows - 1) * y.skip() + program.tall;
     // The last four taps may overhang the filter; what they read there is not used, but must be a number.
     const int32_t strand = kTileColumns + 4 * program.groups;

@@ -59,7 +59,7 @@ struct DepthwiseWide : NoTeams {
       const int32_t strand = round_to_fours(grid.columns() + strand_taps - 1) + 4;
       program.stage = stranded_shape(grid.planes(), (grid.rows() - 1) * y.skip() + y.most_taps(),
                                      (grid.columns() - 1) * x.skip() + x.most_taps(), x.skip(), strand,
-                                     loads_four(in.own, in.width), {y.in_step(), x.in_step()});
+                                     loads_four(in, in.width), {y.in_step(), x.in_step()});
       if (program.shared_bytes() <= most || !shrink(grid, true)) return program;
     }
   }

@@ -36,6 +36,23 @@ struct HaloPlanes : HaloExtents {
     return kChannelsLast ? pixel * channels + c : pixel;
   }
 
+  // Channels first: where columns [0, width) of a row lie, own or above or below; null beyond these.
+  TORCHTP_HOST_DEVICE const T* line(int64_t plane, int32_t y) const {
+    const T* piece = own;
+    int32_t rows = height;
+    if (y < 0) {
+      piece = above;
+      rows = rows_above;
+      y += rows_above;
+    } else if (y >= height) {
+      piece = below;
+      rows = rows_below;
+      y -= height;
+    }
+    if (y < 0 || y >= rows) return nullptr;
+    return piece + (plane * rows + y) * width;
+  }
+
   // Channels last: where a pixel's channels lie; null beyond all pieces. kHalos: there may be any but own ones.
   template <bool kHalos>
   TORCHTP_HOST_DEVICE const T* pixel(int64_t n, int32_t y, int32_t x) const {
