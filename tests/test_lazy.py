@@ -110,6 +110,25 @@ class Buffers(nn.Module):
         return (x - self.mean) * self.scale / self.count + self.average
 
 
+class Replaced(nn.Module):
+    """What is done to a parameter or a buffer itself, and what hangs on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.frozen = _parameter(4, 1, 1), _parameter(1)
+        for name in ("mean", "seen", "ranges"):
+            self.register_buffer(name, torch.ones(1))
+
+    def forward(self, x):
+        self.gamma.data = self.gamma.data.clamp(-0.3, 0.3)
+        self.mean.data = x.detach().mean((0, 2, 3)).view(4, 1, 1)
+        self.seen.data = x.detach()[:1]
+        self.ranges.resize_(4, 1, 1).copy_(x.detach().amax((0, 2, 3)).view(4, 1, 1))
+        self.frozen.requires_grad_(False)
+        self.gamma.mask = getattr(self.gamma, "mask", torch.ones(4)) * torch.tensor([1.0, 0.0, 2.0, 3.0])
+        return (x - self.mean) * self.gamma * self.gamma.mask.view(4, 1, 1) + self.ranges * self.frozen
+
+
 class Tied(nn.Module):
     """One parameter on cut and on pooled activations, and as the weight of a convolution."""
 
@@ -124,7 +143,7 @@ class Tied(nn.Module):
         return y * self.weight.mean() + token.view(2, 4, 1, 1)
 
 
-MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Tied]
+MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Replaced, Tied]
 
 
 def _compare(axes, make, num=1):
@@ -143,6 +162,9 @@ def _compare(axes, make, num=1):
         expected.square().sum().backward()
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
     for (name, actual), wanted in zip(model.named_parameters(), single.parameters(), strict=True):
+        if not wanted.requires_grad:
+            assert not actual.requires_grad and actual.grad is None, name
+            continue
         assert type(actual.grad) is torch.Tensor, name
         mean = actual.grad.clone()
         dist.all_reduce(mean, group=layout.group)
@@ -191,6 +213,10 @@ def _outside():
     assert model.gamma is replacement and list(model.state_dict()) == ["gamma"]
     with pytest.raises(AttributeError, match="nothing"):
         _ = model.nothing
+    del model.gamma
+    assert not hasattr(model, "gamma")
+    model.gamma = 2 * replacement.detach()
+    assert list(model.parameters()) == [] and torch.equal(model.gamma, torch.full((4, 1, 1), 2.0))
     del model.gamma
     assert not hasattr(model, "gamma")
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.cut import full_of, wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
 from torchtp.dtensor.sharing import Share, share_of
 
@@ -47,8 +47,24 @@ _TAKES_PLAIN = {function for functions, _ in _ruled for function in functions}
 _KEEPS_PLAIN = {module for _, modules in _ruled for module in modules}  # hand their parameters to nothing else
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ORIGIN = "_torchtp_origin"
+
+
 class Lazy(torch.Tensor):
-    """A parameter, a buffer or something made of them, seen from inside a parallelized module's forward."""
+    """A parameter, a buffer or something made of them, seen from inside a parallelized module's forward.
+
+    What is done to it (`data = ...`, `resize_`, `requires_grad_`, attributes) is done to the tensor it stands for.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_unlazy(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(torch.Tensor, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(_unlazy(self), name, value)
 
     @classmethod
     def __torch_function__(
@@ -59,6 +75,8 @@ class Lazy(torch.Tensor):
             partner = _cut_partner(args, kwargs)
             if partner is None:
                 return _each(_lazy, func(*_each(_unlazy, args), **_each(_unlazy, kwargs)))
+            if func == _SET_DATA and partner is not args[0]:  # what is cut has no place in a parameter or a buffer
+                return func(*_each(_unlazy, _each(_whole, args)))
             if func in _TAKES_PLAIN and not _is_made(args, kwargs):
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             mesh = partner.device_mesh
@@ -170,27 +188,51 @@ def _new(make: Callable[..., type], base: type, *arguments: Any) -> Any:
 
 
 def alias(name: str) -> property:
-    """A module's parameter or buffer of that name, Lazy while `is_running`."""
+    """A module's parameter or buffer of that name, Lazy while `is_running`.
+
+    Once it is neither (pruning puts a computed tensor in a parameter's place), an attribute like any other.
+    """
 
     def get(module: nn.Module) -> Any:
         value: torch.Tensor | None = module._parameters.get(name)
         if value is None:
             value = module._buffers.get(name)
         if value is None and name not in module._parameters and name not in module._buffers:
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+            if name not in module.__dict__:
+                raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+            value = module.__dict__[name]
         if value is None or isinstance(value, (DTensor, Lazy)):
             return value
         return _lazy(value) if torch.compiler.is_compiling() or is_running() else value
 
-    return property(get)
+    def put(module: nn.Module, value: Any) -> None:
+        module.__dict__[name] = value
+
+    def remove(module: nn.Module) -> None:
+        if name not in module.__dict__:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        del module.__dict__[name]
+
+    return property(get, put, remove)
 
 
 def _lazy(value: Any) -> Any:
-    return value.as_subclass(Lazy) if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) else value
+    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return value
+    made = value.as_subclass(Lazy)
+    made.__dict__[_ORIGIN] = value
+    return made
 
 
 def _unlazy(value: Any) -> Any:
-    return value.as_subclass(torch.Tensor) if isinstance(value, Lazy) else value
+    if not isinstance(value, Lazy):
+        return value
+    origin = value.__dict__.get(_ORIGIN)
+    return value.as_subclass(torch.Tensor) if origin is None else origin
+
+
+def _whole(value: Any) -> Any:
+    return full_of(value.detach()) if isinstance(value, DTensor) else value
 
 
 def _each(change: Callable[[Any], Any], nested: Any) -> Any:
