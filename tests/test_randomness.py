@@ -1,5 +1,8 @@
 """Masks of DropPath and dropout: one for all ranks of an image, the single device's, again in a recomputation."""
 
+import copy
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import torchtp
 from torchtp.testing import run_ranks
+
+try:
+    import numpy
+    import numpy.random
+except ImportError:
+    numpy = None
 
 
 def _layout(axes, spatial, data=None):
@@ -101,6 +110,80 @@ def _seeded_apart():
 
 def test_ranks_seeded_apart_agree_on_masks():
     run_ranks(_seeded_apart, 2)
+
+
+class Augmented(nn.Module):
+    """Draws from Python's generator, by which it branches, and from NumPy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+
+    def forward(self, x):
+        x = self.conv(x)
+        if random.random() < 0.5:
+            x = x.flip(-1)
+        weight = random.gauss(1.0, 0.1)
+        if numpy is not None:
+            weight += numpy.random.beta(0.5, 0.5) + numpy.random.randn()
+        return weight * x + x.flip(0) + torch.rand(3, 1, 1)
+
+
+def _seed_as_nobody(rank):
+    """torch's generator alike, the others apart."""
+    torch.manual_seed(0)
+    random.seed(rank)
+    if numpy is not None:
+        numpy.random.seed(rank)
+
+
+def _draw():
+    return random.gauss(0, 1), None if numpy is None else numpy.random.randn(), torch.rand(()).item()
+
+
+def _python_and_numpy(axes):
+    layout = _layout(axes, {"w": -1}, "dp" if "dp" in axes else None)
+    x = torch.randn(3, 2, 7, 9, dtype=torch.float64)
+    single = Augmented().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full")
+    _seed_as_nobody(0)
+    expected = [single(x).detach() for _ in range(5)]
+    after = _draw()
+    _seed_as_nobody(dist.get_rank())
+    outputs = [model(x).detach() for _ in range(5)]
+    if layout.data_rank == 0:
+        torch.testing.assert_close(outputs, expected, rtol=1e-10, atol=1e-10)
+    drawn = _draw()
+    if dist.get_rank() == 0:
+        assert drawn == after
+    return layout.data_rank, outputs, drawn
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "w": 2}], ids=str)
+def test_what_python_and_numpy_draw_is_the_same_on_all_ranks_of_an_image(axes):
+    results = run_ranks(_python_and_numpy, torch.Size(axes.values()).numel(), axes)
+    for data_rank, outputs, drawn in results:
+        first = next(each for each in results if each[0] == data_rank)
+        assert all(torch.equal(*each) for each in zip(outputs, first[1], strict=True))
+        assert drawn[2] == first[2][2]  # seeded alike, torch's generator went on alike
+    assert len({drawn[0] for *_, drawn in results}) == len(results)  # and Python's stayed each rank's own
+    if "dp" in axes:
+        assert not torch.equal(results[0][1][0], results[-1][1][0])
+
+
+def _only_torch_is_seeded():
+    layout = _layout({"dp": 2, "w": 1}, {"w": -1}, "dp")
+    model = torchtp.parallelize(_model(), layout, output="full")
+    outputs = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        random.seed(seed)
+        outputs.append(model(torch.ones(3, 2, 7, 9).double()).detach())
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+def test_masks_of_data_ranks_follow_from_the_seed_of_torch():
+    run_ranks(_only_torch_is_seeded, 2)
 
 
 def _data_ranks(seeded_apart):

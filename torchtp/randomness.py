@@ -1,16 +1,21 @@
 """Random numbers of a model whose images are cut: the single device's, each rank taking its own part.
 
-The ranks that cut one image run a forward from the same generator state (that of the first of them, see `Stream`), so
-whatever is drawn whole, as DropPath's mask, is the same on all of them. Whatever is drawn for a cut tensor, as dropout's
-mask, is drawn for the whole one and cut (see dtensor/randomness.py): exactly the single device's numbers, for the time and memory of
+The ranks that cut one image run a forward from the same generator states (those of the first of them, see `stream`), so
+whatever is drawn whole, as DropPath's mask or a mixup's weight, is the same on all of them. Whatever is drawn for a cut tensor, as dropout's
+mask, is drawn for the whole one and cut (see dtensor/random.py): exactly the single device's numbers, for the time and memory of
 drawing them all. Data rank 0 uses its own generators, as a single device would; the other data ranks derive theirs.
-Checkpointing keeps and restores the generators' states as it always does.
+Checkpointing keeps and restores the states of torch's generators as it always does.
 """
 
 from __future__ import annotations
 
+import ctypes
+import random
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,71 +23,161 @@ import torch.distributed as dist
 from torchtp.agreement import digest
 from torchtp.layout import Layout
 
+try:
+    import numpy
+    import numpy.random
+except ImportError:  # PyTorch does without
+    numpy = None  # type: ignore[assignment]
+
 
 def fingerprint(layout: Layout) -> int:
     """63 bits that tell apart the states of the generators a forward draws from."""
-    return digest(b"".join(state.numpy().tobytes() for state in _states(layout)))
+    return digest(b"".join(generator.mark() for generator in _generators(layout)))
 
 
 @contextmanager
 def stream(layout: Layout, fingerprints: list[int]) -> Iterator[None]:
-    """Run a forward from a generator state that all ranks of the spatial group have.
+    """Run a forward from generator states that all ranks of the spatial group have.
 
-    `fingerprints` are those of the ranks of the spatial group. Collective over it, where they differ. A rank whose own
-    state was not used gets it back, moved on by one draw if the forward drew anything.
+    `fingerprints` are those of the ranks of the spatial group. Collective over it, where they differ. A generator whose own
+    state was not used gets it back, moved on by one draw if the forward drew anything from it.
     """
     agreed = all(value == fingerprints[0] for value in fingerprints)
     if agreed and layout.data_rank == 0:
         yield
         return
-    own = _states(layout)
-    keeps = layout.data_rank == 0 and layout.spatial_rank == 0
-    if layout.data_rank > 0:
-        torch.manual_seed(digest(repr((fingerprints[0], layout.data_rank)).encode()))
-    states = _states(layout)
-    if layout.data_rank == 0:
-        for state in states:
-            _broadcast(state, layout)
-        _restore(layout, states)
+    generators = _generators(layout)
+    own = [generator.state() for generator in generators]
+    foreign = []
+    for generator, mine, first in zip(generators, own, own if agreed else _of_the_first(own, layout), strict=True):
+        if layout.data_rank > 0:
+            generator.seed(digest(repr((digest(first), layout.data_rank)).encode()))
+        elif mine != first:
+            generator.restore(first)
+        else:  # goes on as the first rank's does
+            continue
+        foreign.append((generator, mine))
+    marks = [generator.mark() for generator, _ in foreign]
     try:
         yield
     finally:
-        drew = any(not torch.equal(before, after) for before, after in zip(states, _states(layout), strict=True))
-        if not keeps:
-            _restore(layout, own)
+        for (generator, mine), mark in zip(foreign, marks, strict=True):
+            drew = generator.mark() != mark
+            generator.restore(mine)
             if drew:
-                for device in _devices(layout):
-                    torch.rand((), device=device)
+                generator.draw()
 
 
-def _devices(layout: Layout) -> list[torch.device]:
-    cpu = torch.device("cpu")
-    return [cpu] if layout.mesh.device_type == "cpu" else [cpu, layout.device]
+class _Generator(Protocol):
+    """What a forward may draw from; a state is as long on every rank. Its mark tells it apart, and is had at every call."""
+
+    def mark(self) -> bytes: ...
+    def state(self) -> bytes: ...
+    def restore(self, state: bytes) -> None: ...
+    def seed(self, seed: int) -> None: ...
+    def draw(self) -> None: ...
 
 
-def _states(layout: Layout) -> list[torch.Tensor]:
-    accelerator = torch.get_device_module(layout.mesh.device_type)
-    return [
-        torch.get_rng_state() if device.type == "cpu" else accelerator.get_rng_state(device)
-        for device in _devices(layout)
-    ]
+class _Torch:
+    """torch's, of one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._module: Any = torch if device.type == "cpu" else torch.get_device_module(device.type)
+        self._which = () if device.type == "cpu" else (device,)
+
+    def mark(self) -> bytes:
+        return self.state()
+
+    def state(self) -> bytes:
+        return _bytes(self._module.get_rng_state(*self._which))
+
+    def restore(self, state: bytes) -> None:
+        self._module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), *self._which)
+
+    def seed(self, seed: int) -> None:
+        self._module.manual_seed(seed)
+
+    def draw(self) -> None:
+        torch.rand((), device=self._device)
 
 
-def _restore(layout: Layout, states: list[torch.Tensor]) -> None:
-    accelerator = torch.get_device_module(layout.mesh.device_type)
-    for device, state in zip(_devices(layout), states, strict=True):
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            accelerator.set_rng_state(state, device)
+class _Python:
+    """That of the module random."""
+
+    _layout = struct.Struct("=625I?d")  # the words, and of two normal numbers the second one where it is still to come
+
+    def mark(self) -> bytes:
+        _, words, normal = random.getstate()
+        return struct.pack("=q", hash((words, normal or 0.0)))  # of numbers, so the same in every process
+
+    def state(self) -> bytes:
+        _, words, normal = random.getstate()
+        return self._layout.pack(*words, normal is not None, normal or 0.0)
+
+    def restore(self, state: bytes) -> None:
+        *words, has_normal, normal = self._layout.unpack(state)
+        random.setstate((3, tuple(words), normal if has_normal else None))
+
+    def seed(self, seed: int) -> None:
+        random.seed(seed)
+
+    def draw(self) -> None:
+        random.random()
 
 
-def _broadcast(state: torch.Tensor, layout: Layout) -> None:
+class _NumPy:
+    """That of the functions in numpy.random."""
+
+    _name = "MT19937"  # another one that was put in its place is left alone
+    _layout = struct.Struct("=2496sQ?d")
+
+    def mark(self) -> bytes:
+        if not hasattr(numpy.random, "get_bit_generator"):  # NumPy before 1.24
+            return self.state()
+        generator: Any = numpy.random.get_bit_generator()
+        if type(generator).__name__ != self._name:
+            return b""
+        return ctypes.string_at(generator.ctypes.state_address, 2500)  # the words and the position
+
+    def state(self) -> bytes:
+        state: Any = numpy.random.get_state(legacy=False)
+        if state["bit_generator"] != self._name:
+            return bytes(self._layout.size)
+        inner, has_normal = state["state"], bool(state["has_gauss"])
+        return self._layout.pack(inner["key"].tobytes(), inner["pos"], has_normal, state["gauss"])
+
+    def restore(self, state: bytes) -> None:
+        if not any(state):
+            return
+        words, position, has_normal, normal = self._layout.unpack(state)
+        key = numpy.frombuffer(words, dtype=numpy.uint32)
+        numpy.random.set_state((self._name, key, position, int(has_normal), normal))
+
+    def seed(self, seed: int) -> None:
+        if self.mark():
+            numpy.random.seed(seed % (1 << 32))
+
+    def draw(self) -> None:
+        numpy.random.random()
+
+
+def _generators(layout: Layout) -> list[_Generator]:
+    devices = {"cpu": torch.device("cpu"), layout.mesh.device_type: layout.device}
+    generators: list[_Generator] = [*map(_Torch, devices.values()), _Python()]
+    return generators if numpy is None else [*generators, _NumPy()]
+
+
+def _of_the_first(own: list[bytes], layout: Layout) -> list[bytes]:
+    """The states that the first rank of the spatial group has."""
     group = layout.spatial_group
-    source = dist.get_global_rank(group, 0)
-    if torch.device("cpu") in group._device_types:
-        dist.broadcast(state, source, group=group)
-    else:
-        moved = state.to(layout.device)
-        dist.broadcast(moved, source, group=group)
-        state.copy_(moved)
+    message = torch.frombuffer(bytearray(b"".join(own)), dtype=torch.uint8)
+    if torch.device("cpu") not in group._device_types:
+        message = message.to(layout.device)
+    dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
+    states = _bytes(message.cpu())
+    return [states[begin:end] for begin, end in pairwise(accumulate(map(len, own), initial=0))]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
