@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import types
 import warnings
 from typing import Generic, TypeVar
 
@@ -137,6 +138,40 @@ def _other_bases(kind):
 @pytest.mark.parametrize("kind", ["abstract", "generic", "script"])
 def test_modules_of_other_classes_than_module_alone(kind):
     run_ranks(_other_bases, 2, kind)
+
+
+def _another_forward(when):
+    """A forward put on the module itself, before or after `parallelize`, that calls the class's."""
+    layout = make_layout({"dp": 2, "w": 2})
+    single, model = make_network("convnext"), make_network("convnext")
+    seen = []
+
+    def replace(module):
+        old = module.forward
+
+        def forward(self, image, factor):
+            seen.append(type(image))
+            return old(image) * factor
+
+        module.forward = types.MethodType(forward, module)
+
+    replace(single)
+    if when == "before":
+        replace(model)
+    torchtp.parallelize(model, layout, output="full")
+    if when == "after":
+        replace(model)
+    images = make_images(0, 2)
+    loss_of(single(images, 2.0)).backward()
+    loss_of(model(images[layout.data_rank : layout.data_rank + 1], 2.0)).backward()
+    assert seen == [torch.Tensor, DTensor]
+    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_of_the_module_alone_is_parallelized(when):
+    run_ranks(_another_forward, 4, when)
 
 
 def _replaced():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Collection, Iterator
@@ -67,6 +68,7 @@ def parallelize(
     sync_batch_norm.prepare(module, layout)
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
     state.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
+    state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, _STATE, state)
     lazy.reclass(module, _root)
     return module
@@ -111,11 +113,13 @@ class _State:
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
         self._said_uncut = False
+        self.forward: Any = None  # what was put in the place of the class's own, on this module alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         copied = _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
         known = (memo.get(key) for key in self.equal)  # the copy's own buffers, too: data ranks keep theirs
         copied.equal = {id(tensor): tensor for tensor in known if isinstance(tensor, torch.Tensor)}
+        copied.forward = copy.deepcopy(self.forward, memo)
         return copied
 
     def __reduce__(self) -> Any:
@@ -274,9 +278,19 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: _State = getattr(self, _STATE)
-        return state.call(self, functools.partial(base.forward, self), args, kwargs)
+        own, state.forward = state.forward, None  # which may call this one
+        try:
+            return state.call(self, own or functools.partial(base.forward, self), args, kwargs)
+        finally:
+            state.forward = own
 
-    return lazy.remade(base, (_Root,), {"forward": forward}, _root)
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        if name == "forward":
+            getattr(self, _STATE).forward = value
+        else:
+            base.__setattr__(self, name, value)
+
+    return lazy.remade(base, (_Root,), {"forward": forward, "__setattr__": set_attribute}, _root)
 
 
 def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = ()) -> None:
