@@ -41,6 +41,40 @@ def test_accumulation_with_and_without_no_sync():
     run_ranks(_accumulate, 4)
 
 
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 1, 3, padding=1)
+
+    def encode(self, x):
+        return F.silu(self.encoder(x))
+
+    def decode(self, x):
+        return self.decoder(x)
+
+
+def _by_its_methods(cut):
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(2)
+    single = Autoencoder().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    for step in range(4):
+        images = make_images(step, 2)
+        mine = images[layout.data_rank : layout.data_rank + 1]
+        mine = layout.shard(mine) if cut else mine
+        for each, x in ((single, images), (model, mine)):
+            each.encoder.requires_grad_(step != 2)
+            each.zero_grad()
+            loss_of(each.decode(each.encode(x))).backward()
+        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_gradients_of_methods_that_go_past_forward_are_averaged_too(cut):
+    run_ranks(_by_its_methods, 4, cut)
+
+
 def _clip(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 

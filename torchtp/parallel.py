@@ -71,6 +71,7 @@ def parallelize(
     state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, _STATE, state)
     lazy.reclass(module, _root)
+    state.await_gradients(module)
     return module
 
 
@@ -108,6 +109,7 @@ class _State:
         self.output = output
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
+        self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
         self._structure: Structure | None = None  # as it was when the reducer was made
         self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
         self._buffered: list[nn.Module] | None = None
@@ -179,7 +181,30 @@ class _State:
                 self.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
                 self._structure = Structure(module)
+                while self._awaiting:
+                    self._awaiting.pop().remove()
         return self._reducer
+
+    def await_gradients(self, module: nn.Module) -> None:
+        """Have gradients averaged that come before any forward: of methods such as `encode`, which are called past it."""
+        queued = -1
+
+        def reduce() -> None:
+            reducer = self.reducer(module)
+            if reducer is not None:
+                reducer.reduce()
+
+        def arrived(_: torch.Tensor) -> None:
+            nonlocal queued
+            backward = torch._C._current_graph_task_id()
+            if queued != backward and self._reducer is None:
+                queued = backward
+                torch.autograd.Variable._execution_engine.queue_callback(reduce)  # type: ignore[attr-defined]
+
+        if self._reduces is not None and self.layout.group.size() > 1:
+            for parameter in module.parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    self._awaiting.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def _replaced(self, module: nn.Module, reducer: GradientReducer) -> str:
         """What is wrong with a module whose parts are others than the reducer was made for."""
