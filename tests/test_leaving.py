@@ -221,3 +221,24 @@ def left_to_numpy(axes):
 def test_values_leave_to_numpy_whole(axes):
     pytest.importorskip("numpy")
     run_ranks(left_to_numpy, 2 if len(axes) == 1 else 4, axes, fresh=True)
+
+
+def _logged(axes):
+    layout = make_layout(axes)
+    model = torchtp.parallelize(nn.Conv2d(4, 4, 3).double(), layout)
+    output = model(torch.full(SHAPE, layout.data_rank + 1.0).double())
+    loss = output.square().mean().detach()
+    mine = loss.full_tensor().clone()
+    everybody = [torch.empty_like(mine) for _ in range(layout.group.size())]
+    dist.all_gather(everybody, loss, group=layout.group)
+    assert everybody[layout.group.rank()] == mine
+    dist.all_reduce(loss, group=layout.group)
+    torch.testing.assert_close(loss.item(), torch.stack(everybody).sum().item())
+    with pytest.raises(TypeError, match=r"allreduce_ of torch.distributed takes plain .* call full_tensor\(\) first"):
+        dist.all_reduce(output.detach(), group=layout.group)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("backend", ["gloo", "torchtp"])
+def test_a_loss_goes_into_a_collective(axes, backend):
+    run_ranks(_logged, 2 if len(axes) == 1 else 4, axes, backend=backend)
