@@ -10,6 +10,16 @@ from rules import H4, HW, W3, check, num_ranks
 from torchtp.testing import run_ranks
 
 IMAGE = (2, 4, 9, 11)
+
+
+def filled_by_masks(x):
+    x[x > 0.4] = 0.5
+    x[:, :, (x[0, 0] < -0.5).detach()] = -1
+    x[:, :, torch.arange(99).view(9, 11) % 7 == 0] = 2
+    x[torch.tensor([False, True])] = 3
+    return torch.ops.aten.index_put(x, [x > 0.2], torch.tensor(4.0).double())
+
+
 CASES = {
     "slice_cut": (lambda x: x[:, :, 1:8, 2:10] * 2, [IMAGE]),
     "slice_strided": (lambda x: x[:, :, 1::2, ::3] * 2, [IMAGE]),
@@ -31,6 +41,7 @@ CASES = {
         lambda x, y: torch.ops.aten.index_put(x, [None, torch.tensor([3, 0])], y).sin(),
         [IMAGE, (2, 2, 9, 11)],
     ),
+    "index_put_mask": (lambda x: filled_by_masks(x.sin()), [IMAGE]),
     "index_add": (lambda x, y: x.sin().index_add(1, torch.tensor([3, 3]), y, alpha=2), [IMAGE, (2, 2, 9, 11)]),
     "flip": (lambda x: x.flip(2, 3) * x, [IMAGE]),
     "roll": (lambda x: x.roll((2, -3), (2, 3)) * x, [IMAGE]),

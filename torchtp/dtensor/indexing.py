@@ -1,4 +1,4 @@
-"""Rows picked by a list of numbers along a dim that is whole (channels put in another order), and embeddings of cut numbers."""
+"""Rows picked by a list of numbers along a dim that is whole (channels put in another order), elements filled by a mask, and embeddings of cut numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 
 from torchtp.dtensor.cut import local_as, partial_over_shards, wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.pointwise import pointwise, pointwise_in_place
 from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, local_of, plain_shard, spec_of
+
+aten = torch.ops.aten
 
 
 def _list_of(index: Any) -> torch.Tensor | None:
@@ -33,6 +36,20 @@ def _one_list(tensor: Any, indices: Any) -> tuple[int, torch.Tensor] | None:
     return None if rows is None else (given[0], rows)
 
 
+def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
+    """The mask that alone picks elements, and either is cut, so that it broadcasts to the tensor."""
+    given = [dim for dim, index in enumerate(indices) if index is not None]
+    if not isinstance(tensor, DTensor) or len(given) != 1 or not (taken(tensor) or is_spatial(indices[given[0]])):
+        return None
+    mask: torch.Tensor = indices[given[0]]
+    behind = tensor.dim() - given[0] - mask.dim()
+    if mask.dtype is not torch.bool or not mask.dim() or mask.shape != tensor.shape[given[0] : tensor.dim() - behind]:
+        return None
+    for _ in range(behind):
+        mask = mask.unsqueeze(-1)
+    return mask
+
+
 @spatial_rule("index.Tensor", "_unsafe_index.Tensor")
 def index(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices = bound(op, args, kwargs)
@@ -49,7 +66,13 @@ def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices, values, *others = bound(op, args, kwargs)
     found = _one_list(tensor, indices)
     in_place = op._schema.name.endswith("_")
-    if found is None or (in_place and any(isinstance(p, Partial) for p in tensor.placements)):
+    if in_place and isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
+        return unruled(op, args, kwargs)
+    mask = _one_mask(tensor, indices)
+    if mask is not None and values.dim() == 0 and not (others and others[0]):  # x[x > 1] = 1
+        fill = (pointwise_in_place, aten.masked_fill_) if in_place else (pointwise, aten.masked_fill)
+        return fill[0](fill[1].Tensor, (tensor, mask, values), {})
+    if found is None:
         return unruled(op, args, kwargs)
     dim, rows = found
     local, mesh, placements = summed(tensor)
