@@ -21,12 +21,13 @@ def _draw(rng: random.Random, cut: Sharding) -> tuple[list[int], ...]:
     stride = [rng.choice([1, 1, 2] if usual else [1, 2, 3]) for _ in range(2)]
     dilation = [1 if usual else rng.randint(1, 2) for _ in range(2)]
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    padding = [r // 2 if usual else rng.randint(0, r) for r in reach]
+    padding = [r // 2 if usual else rng.randint(0, r + 2) for r in reach]
     extents = [max(r + 1 - 2 * p, 1) + rng.randint(2, 12) for r, p in zip(reach, padding, strict=True)]
     for axis, dim in enumerate(cut.dims):
         each = max(reach[dim - 2], 2) if usual else rng.randint(2, 6)
         extents[dim - 2] = cut.shape[axis] * stride[dim - 2] * each - rng.choice([0, 0, 1])
-    return extents, kernel, stride, padding, dilation
+    fits = all(e + 2 * p > r for e, p, r in zip(extents, padding, reach, strict=True))
+    return (extents, kernel, stride, padding, dilation) if fits else _draw(rng, cut)
 
 
 def _cases(seed: int, wanted: int) -> None:
