@@ -1,5 +1,6 @@
 """What people do while they train: accumulate, clip, scale, checkpoint, compile, autocast; exact on cut images too."""
 
+import contextlib
 import copy
 
 import pytest
@@ -53,11 +54,12 @@ class Autoencoder(nn.Module):
         return self.decoder(x)
 
 
-def _by_its_methods(cut):
+def _by_its_methods(cut, kind):
     layout = make_layout({"dp": 2, "w": 2})
     torch.manual_seed(2)
     single = Autoencoder().double()
-    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    model = torchtp.parallelize(copy.deepcopy(single).requires_grad_(kind != "frozen at first"), layout)
+    model = (copy.deepcopy(model) if kind == "copied" else model).requires_grad_(True)
     for step in range(4):
         images = make_images(step, 2)
         mine = images[layout.data_rank : layout.data_rank + 1]
@@ -70,9 +72,93 @@ def _by_its_methods(cut):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["made", "copied", "frozen at first"])
 @pytest.mark.parametrize("cut", [False, True])
-def test_gradients_of_methods_that_go_past_forward_are_averaged_too(cut):
-    run_ranks(_by_its_methods, 4, cut)
+def test_gradients_of_methods_that_go_past_forward_are_averaged_too(cut, kind):
+    run_ranks(_by_its_methods, 4, cut, kind)
+
+
+def _accumulate_by_its_methods():
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(2)
+    single = Autoencoder().double()
+    single.encoder.requires_grad_(False)
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    for step in range(2):
+        for each in (single, model):
+            each.zero_grad()
+            each.encoder.requires_grad_(step == 1)
+        for part, sync in enumerate((torchtp.no_sync(model), contextlib.nullcontext())):
+            images = make_images(2 * step + part, 2)
+            loss_of(single.decode(single.encode(images))).backward()
+            with sync:
+                loss_of(model.decode(model.encode(images[layout.data_rank : layout.data_rank + 1]))).backward()
+        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+def test_methods_that_accumulate_train_what_was_frozen():
+    run_ranks(_accumulate_by_its_methods, 4)
+
+
+class Head(nn.Module):
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder, self.own = encoder, nn.Conv2d(4, 1, 1)
+
+    def forward(self, x):
+        return self.own(self.encoder(x))
+
+
+def _train_heads(single, models, layout):
+    for step in range(3):
+        images = make_images(step, 2)
+        for heads, x in ((single, images), (models, images[layout.data_rank : layout.data_rank + 1])):
+            heads.zero_grad()
+            for head in heads:
+                loss_of(head(x)).backward()
+        for mine, theirs in zip(models.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+def _two_heads_of_one_encoder(remedy):
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(2)
+    encoder = nn.Conv2d(2, 4, 3, padding=1)
+    single = nn.ModuleList([Head(encoder), Head(encoder)]).double()
+    models = copy.deepcopy(single)
+    for head in models:
+        torchtp.parallelize(head, layout, reduce=not remedy)
+    if remedy:
+        reducer = torchtp.gradients.GradientReducer(models, layout.gradient_group)  # noqa: F841
+        return _train_heads(single, models, layout)
+    with pytest.raises(ValueError, match="'encoder.weight' is averaged by another module"):
+        _train_heads(single, models, layout)
+    models.pop(0)  # gone, and with it its reducer
+    single.pop(0)
+    _train_heads(single, models, layout)
+
+
+@pytest.mark.parametrize("remedy", [False, True])
+def test_two_modules_that_share_parameters_are_averaged_by_one_reducer(remedy):
+    run_ranks(_two_heads_of_one_encoder, 4, remedy)
+
+
+def _outer_after_inner(trained):
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(2)
+    single = nn.ModuleList([Head(nn.Conv2d(2, 4, 3, padding=1))]).double()
+    models = copy.deepcopy(single)
+    torchtp.parallelize(models[0].encoder, layout)
+    if trained:
+        loss_of(models[0].encoder(make_images(0, 1))).backward()
+    torchtp.parallelize(models[0], layout)
+    _train_heads(single, models, layout)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_module_around_a_parallelized_one_averages_for_both(trained):
+    run_ranks(_outer_after_inner, 4, trained)
 
 
 def _clip(model):

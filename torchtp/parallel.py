@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import sys
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torchtp import lazy, leaving, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
 from torchtp.agreement import Described
+from torchtp.awaiting import after_backward
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.dtensor.upstream import local_of, make_dtensor, spec_of
@@ -62,6 +65,9 @@ def parallelize(
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
+    for part in module.modules():
+        if is_parallelized(part):
+            getattr(part, _STATE).hand_over()
     leaving.install()
     take_custom_ops()
     lazy.prepare(module)
@@ -93,6 +99,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         for part in parts:
             reducer = getattr(part, _STATE).reducer(part)
             if reducer is not None:
+                reducer.prepare()  # what is trained inside may go past forward
                 stack.enter_context(reducer.no_sync())
         yield
 
@@ -175,36 +182,53 @@ class _State:
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
             if named:
-                make_equal(module, self.layout, self.equal)  # what has replaced something since `parallelize`
+                # What has replaced something since `parallelize` is broadcast as well.
+                make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
                 lazy.prepare(module)
                 sync_batch_norm.prepare(module, self.layout)
                 self.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
                 self._structure = Structure(module)
-                while self._awaiting:
-                    self._awaiting.pop().remove()
+                _averaging.add(self)
+                self._stop_awaiting()
         return self._reducer
+
+    def _averaged_elsewhere(self, named: Sequence[tuple[str, torch.Tensor]]) -> str:
+        """What is wrong with parameters that another parallelized module averages too: each would undo the other's."""
+
+        def taken() -> str | None:
+            theirs = {id(one) for state in _averaging if state._reducer for one in state._reducer.parameters}
+            return next((name for name, one in named if one.requires_grad and id(one) in theirs), None)
+
+        if taken() is None:
+            return ""
+        gc.collect()  # a module that is gone, but for cycles
+        if (name := taken()) is None:
+            return ""
+        return (
+            f"parameter {name!r} is averaged by another module that torchtp.parallelize was called on: parallelize one "
+            "module that contains both, or each with reduce=False and give the parameters of both to one "
+            "torchtp.gradients.GradientReducer over layout.gradient_group"
+        )
+
+    def hand_over(self) -> None:
+        """Leave gradients to an outer module that is being parallelized."""
+        self._reduces = self._reducer = None
+        self._stop_awaiting()
+
+    def _stop_awaiting(self) -> None:
+        while self._awaiting:
+            self._awaiting.pop().remove()
 
     def await_gradients(self, module: nn.Module) -> None:
         """Have gradients averaged that come before any forward: of methods such as `encode`, which are called past it."""
-        queued = -1
 
         def reduce() -> None:
-            reducer = self.reducer(module)
-            if reducer is not None:
+            if self._reducer is None and (reducer := self.reducer(module)) is not None:
                 reducer.reduce()
 
-        def arrived(_: torch.Tensor) -> None:
-            nonlocal queued
-            backward = torch._C._current_graph_task_id()
-            if queued != backward and self._reducer is None:
-                queued = backward
-                torch.autograd.Variable._execution_engine.queue_callback(reduce)  # type: ignore[attr-defined]
-
         if self._reduces is not None and self.layout.group.size() > 1:
-            for parameter in module.parameters():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
-                    self._awaiting.append(parameter.register_post_accumulate_grad_hook(arrived))
+            self._awaiting = after_backward(module.parameters(), reduce)
 
     def _replaced(self, module: nn.Module, reducer: GradientReducer) -> str:
         """What is wrong with a module whose parts are others than the reducer was made for."""
@@ -293,6 +317,9 @@ def _records(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
+_averaging: weakref.WeakSet[_State] = weakref.WeakSet()  # those that have a reducer
+
+
 class _Root(lazy.Remade):
     """Marks the class of a parallelized module."""
 
@@ -315,16 +342,20 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         else:
             base.__setattr__(self, name, value)
 
-    return lazy.remade(base, (_Root,), {"forward": forward, "__setattr__": set_attribute}, _root)
+    def set_state(self: nn.Module, state: Any) -> None:
+        base.__setstate__(self, state)
+        getattr(self, _STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
+
+    members = {"forward": forward, "__setattr__": set_attribute, "__setstate__": set_state}
+    return lazy.remade(base, (_Root,), members, _root)
 
 
-def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = ()) -> None:
+def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), complaint: str = "") -> None:
     """Broadcast parameters and buffers, but those of `known` ids, from the first rank of `layout.group`.
 
     Raises ValueError on all ranks where names, shapes or dtypes differ or a tensor is not on the mesh's kind of device.
     """
     named = [(name, tensor) for name, tensor in _tensors(module) if id(tensor) not in known]
-    complaint = ""
     for name, tensor in named:
         if is_lazy(tensor):
             complaint, named = f"{name} has no shape yet: call the module once before torchtp.parallelize", []
