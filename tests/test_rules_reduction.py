@@ -49,6 +49,10 @@ REDUCTIONS = {
     "argmax_c": (lambda x: x.detach().argmax(1), [IMAGE]),
     "any": (lambda x: (x.detach() > 2).any(), [IMAGE]),
     "all_hw": (lambda x: (x.detach() > -2).all(3), [IMAGE]),
+    "is_true": (
+        lambda x: torch._is_all_true(x.detach() > -2).logical_or(torch._is_any_true(x.detach() > 9)),
+        [IMAGE],
+    ),
     "norm": (lambda x: torch.linalg.vector_norm(x), [IMAGE]),
     "norm_one": (lambda x: x.norm(p=1, dim=(2, 3)), [IMAGE]),
     "norm_inf": (lambda x: torch.linalg.vector_norm(x.detach(), torch.inf), [IMAGE]),
@@ -112,6 +116,20 @@ POINTWISE = {
     "scale_map": (lambda x, s: x * s, [IMAGE, (2, 4, 1, 1)]),
     "gate": (lambda x: x * x.mean((2, 3), keepdim=True).sigmoid(), [IMAGE]),
     "lerp": (lambda x, y: torch.lerp(x, y, 0.3), [IMAGE, IMAGE]),
+    "fake_quantize": (lambda x: torch.fake_quantize_per_tensor_affine(x * 3, 0.1, 3, 0, 20).sin(), [IMAGE]),
+    "fake_quantize_by_tensors": (
+        lambda x: torch.fake_quantize_per_tensor_affine(
+            x, torch.full((1,), 0.2), torch.ones(1, dtype=torch.int32), -8, 7
+        ),
+        [IMAGE],
+    ),
+    "bucketize": (
+        lambda x: (
+            torch.bucketize(x.detach(), weights(), right=True)
+            + 10 * torch.searchsorted(weights(), x.detach(), out_int32=True)
+        ),
+        [IMAGE],
+    ),
     "pow": (lambda x: x.square().add(1).pow(1.5), [IMAGE]),
 }
 CASES = REDUCTIONS | LOSSES | POINTWISE

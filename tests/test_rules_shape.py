@@ -20,6 +20,16 @@ def filled_by_masks(x):
     return torch.ops.aten.index_put(x, [x > 0.2], torch.tensor(4.0).double())
 
 
+def _pairs(x):
+    return torch.view_as_complex(x.view(2, 2, 2, 9, 11).movedim(2, -1).contiguous())
+
+
+def _doubled_as_complex(x):
+    pairs = x.view(2, 2, 2, 9, 11).movedim(2, -1).contiguous()
+    torch.view_as_complex(pairs).mul_(2j)
+    return pairs
+
+
 CASES = {
     "slice_cut": (lambda x: x[:, :, 1:8, 2:10] * 2, [IMAGE]),
     "slice_strided": (lambda x: x[:, :, 1::2, ::3] * 2, [IMAGE]),
@@ -53,6 +63,11 @@ CASES = {
     "permute": (lambda x: x.permute(0, 2, 3, 1).sin().permute(0, 3, 1, 2), [IMAGE]),
     "unsqueeze": (lambda x: x.unsqueeze(1).sin().squeeze(1), [IMAGE]),
     "channel_shuffle": (lambda x: x.view(2, 2, 2, 9, 11).transpose(1, 2).reshape(2, 4, 9, 11).sin(), [IMAGE]),
+    "channel_shuffle_by_torch": (lambda x: F.channel_shuffle(x, 2).sin(), [IMAGE]),
+    "cross": (lambda x, y: torch.linalg.cross(x[:, :3], y.sin(), dim=1), [IMAGE, (2, 3, 9, 11)]),
+    "cross_of_one": (lambda x, y: torch.linalg.cross(x[:, 1:], y, dim=-3), [IMAGE, (1, 3, 1, 1)]),
+    "complex": (lambda x: torch.view_as_real(_pairs(x.sin()) * 2).sin(), [IMAGE]),
+    "complex_in_place": (lambda x: _doubled_as_complex(x.sin()), [IMAGE]),
     "merge_batch": (lambda x: x.reshape(8, 9, 11).sin().view(2, 4, 9, 11), [IMAGE]),
     "windows": (
         lambda x: (

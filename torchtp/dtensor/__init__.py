@@ -9,6 +9,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     interpolate,
     layer_norm,
     linear,
+    local,
     loss,
     making,
     max_pool,

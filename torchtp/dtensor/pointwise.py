@@ -38,6 +38,7 @@ _FUNCTIONAL = words(
     tanh_backward logit_backward softshrink softshrink_backward hardshrink hardshrink_backward celu relu6
     _prelu_kernel _prelu_kernel_backward native_dropout_backward isclose rrelu_with_noise_backward polar complex
     nextafter heaviside logaddexp logaddexp2 ldexp float_power where.self where.ScalarSelf where.ScalarOther where.Scalar
+    fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
     """
 )
 _IN_PLACE = words(

@@ -159,12 +159,12 @@ def _limit(dtype: torch.dtype, which: str) -> float | int | bool:
     return getattr(torch.iinfo(dtype), which)
 
 
-@spatial_rule("amax", "max.", "any.dim", "any.dims", "any.")
+@spatial_rule("amax", "max.", "any.dim", "any.dims", "any.", "_is_any_true")
 def largest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _extreme(op, _as_bool(op, args), kwargs, "max")
 
 
-@spatial_rule("amin", "min.", "all.dim", "all.dims", "all.")
+@spatial_rule("amin", "min.", "all.dim", "all.dims", "all.", "_is_all_true")
 def smallest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _extreme(op, _as_bool(op, args), kwargs, "min")
 
