@@ -131,13 +131,23 @@ def plain_canvas(y, z):
     return canvas
 
 
+def plain_canvas_by_numbers(y, z):
+    channels = torch.tensor([1, 2, 4, 5])
+    canvas = torch.zeros(y.shape[0], 6, *y.shape[2:], dtype=torch.float64)
+    canvas[:, channels] = y * z
+    canvas.index_add_(1, channels, z)
+    canvas.scatter_add_(1, torch.ones_like(canvas[:, :1], dtype=torch.int64), torch.mean(y, 1, keepdim=True))
+    return canvas[:, channels]
+
+
 def spectrum(y, z):
     """The derivative of the inverse transform writes into a part."""
     return torch.fft.irfft2(torch.fft.rfft2(y) * 2, s=y.shape[-2:]) + z
 
 
 GATHERING = {
-    other_shapes, a_reshape_that_copies, copies_of_channels, copies_of_rows, copies_of_diagonals, plain_canvas, spectrum
+    other_shapes, a_reshape_that_copies, copies_of_channels, copies_of_rows, copies_of_diagonals, plain_canvas,
+    plain_canvas_by_numbers, spectrum
 }  # fmt: skip
 CASES = [
     constants,
@@ -156,6 +166,7 @@ CASES = [
     canvas_like_the_image,
     cost_volume,
     plain_canvas,
+    plain_canvas_by_numbers,
     spectrum,
 ]
 

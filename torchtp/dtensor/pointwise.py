@@ -26,7 +26,6 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
-from torchtp.dtensor.whole import hand_in
 
 _FUNCTIONAL = words(
     """
@@ -104,10 +103,8 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _written_whole(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A plain tensor is what every rank holds: what is written into it is gathered."""
     for arg in (*args, *kwargs.values()):
-        if isinstance(arg, DTensor):
-            hand_in(arg)
-            if any(placement.is_shard() for placement in spec_of(arg).placements):
-                notice.gathering(op, arg.shape, arg.dtype)
+        if isinstance(arg, DTensor) and any(placement.is_shard() for placement in spec_of(arg).placements):
+            notice.gathering(op, arg.shape, arg.dtype)
     op(*map(full_of, args), **{k: full_of(arg) for k, arg in kwargs.items()})
     return args[0]
 

@@ -7,10 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.parts import written
 from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
+from torchtp.dtensor.whole import hand_in
 
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -79,6 +81,10 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
+        if isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, DTensor):
+                    hand_in(leaf)
         result = handler(op, args, kwargs or {})
         if isinstance(args[0], DTensor):
             written(args[0])
