@@ -143,7 +143,27 @@ class Tied(nn.Module):
         return y * self.weight.mean() + token.view(2, 4, 1, 1)
 
 
-MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Replaced, Tied]
+class Canvases(nn.Module):
+    """What is made of parameters is written into, in every way, and meets cut activations again."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.canvas = _parameter(1, 4, 1, 1), _parameter(2, 4, 5, 7)
+
+    def forward(self, x):
+        tokens = self.token.expand(x.shape).clone()
+        tokens[:, :, 1:4, 2:6] = x[:, :, 1:4, 2:6]
+        masked = self.token.expand(x.shape).clone()
+        masked[x > 0] = x[x > 0]
+        scaled = self.canvas * 2
+        scaled *= x
+        scaled.mul_(tokens).lerp_(x, torch.sigmoid(masked))
+        several = [self.canvas.clone(), torch.zeros(x.shape, dtype=x.dtype)]
+        torch._foreach_add_(several, [x, x * self.token])
+        return (tokens + masked * scaled.index_add_(1, torch.tensor([0, 2]), x[:, 1:3])) * x + several[0] * several[1]
+
+
+MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Replaced, Tied, Canvases]
 
 
 def _compare(axes, make, num=1):

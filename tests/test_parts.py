@@ -140,6 +140,26 @@ def plain_canvas_by_numbers(y, z):
     return canvas[:, channels]
 
 
+def plain_canvas_at_cut_places(y, z):
+    """What comes back to the canvas differs from rank to rank, and meets places that are DTensors."""
+    canvas = torch.zeros(y.shape, dtype=torch.float64)
+    canvas[y > 0] = torch.masked_select(z, y > 0)
+    canvas.scatter_add_(3, torch.argsort(y, 3), z)
+    canvas.masked_fill_(z > 1, 0.5)
+    canvas[:, torch.mean(y, (0, 2, 3)).argsort()] += z
+    return canvas * y
+
+
+def plain_canvas_times_the_cut(y, z):
+    canvas = torch.ones(y.shape, dtype=torch.float64)
+    canvas.mul_(y)
+    canvas *= z
+    canvas.addcmul_(y, z)
+    canvas.div_(torch.exp(y))
+    canvas.lerp_(z, torch.sigmoid(y))
+    return canvas * y
+
+
 def spectrum(y, z):
     """The derivative of the inverse transform writes into a part."""
     return torch.fft.irfft2(torch.fft.rfft2(y) * 2, s=y.shape[-2:]) + z
@@ -147,7 +167,7 @@ def spectrum(y, z):
 
 GATHERING = {
     other_shapes, a_reshape_that_copies, copies_of_channels, copies_of_rows, copies_of_diagonals, plain_canvas,
-    plain_canvas_by_numbers, spectrum
+    plain_canvas_by_numbers, plain_canvas_at_cut_places, plain_canvas_times_the_cut, spectrum
 }  # fmt: skip
 CASES = [
     constants,
@@ -167,6 +187,8 @@ CASES = [
     cost_volume,
     plain_canvas,
     plain_canvas_by_numbers,
+    plain_canvas_at_cut_places,
+    plain_canvas_times_the_cut,
     spectrum,
 ]
 

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import full_of, wrap
-from torchtp.dtensor.registry import RULES, SPATIAL_RULES
+from torchtp.dtensor.cut import axes_of, full_of, wrap
+from torchtp.dtensor.registry import RULES, SPATIAL_RULES, words
 from torchtp.dtensor.sharing import Share, share_of
+from torchtp.dtensor.whole import Gather
 
 _state = threading.local()
 
@@ -47,6 +48,7 @@ _TAKES_PLAIN = {function for functions, _ in _ruled for function in functions}
 _KEEPS_PLAIN = {module for _, modules in _ruled for module in modules}  # hand their parameters to nothing else
 
 
+_OPERATORS = words("iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor ilshift irshift")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ORIGIN = "_torchtp_origin"
 
@@ -77,6 +79,9 @@ class Lazy(torch.Tensor):
                 return _each(_lazy, func(*_each(_unlazy, args), **_each(_unlazy, kwargs)))
             if func == _SET_DATA and partner is not args[0]:  # what is cut has no place in a parameter or a buffer
                 return func(*_each(_unlazy, _each(_whole, args)))
+            if _writes(func):
+                written = func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
+                return args[0] if written is not None else None
             if func in _TAKES_PLAIN and not _is_made(args, kwargs):
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             mesh = partner.device_mesh
@@ -257,6 +262,12 @@ def _cut_partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | Non
     return next((leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, DTensor)), None) if nested else None
 
 
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function or method of torch writes into its first argument: `add_`, `__setitem__`, `__iadd__`."""
+    name = func.__name__
+    return name == "__setitem__" or (name[2:-2] in _OPERATORS if name.endswith("__") else name.endswith("_"))
+
+
 def _is_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a weight, a bias or a statistic is made of cut activations: then the others meet it as DTensors too."""
     first = args[0] if args else kwargs.get("input")
@@ -274,10 +285,13 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.whole = not tensor.is_leaf and axes_of(mesh).writes_into_plain
         return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.whole and isinstance(grad, DTensor):
+            return Gather.apply(grad), None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
             return Share.apply(grad), None
         return torch.ops.torchtp.share(grad), None

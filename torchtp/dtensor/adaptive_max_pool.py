@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_of, is_cut, local_as, wrap
+from torchtp.dtensor.cut import Placements, cut_of, is_cut, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import chunk_of, everywhere
 from torchtp.dtensor.pooling import any_dim
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.shape import axis_cutting
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, Op, Replicate
 

@@ -10,14 +10,13 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import (
     cut_of,
     full_of,
-    local_as,
     parameter_gradient,
     wrap,
 )
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pooling import each
 from torchtp.dtensor.registry import bound, composite_rule, rule
-from torchtp.dtensor.sharing import hand_out_alike
+from torchtp.dtensor.sharing import hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
 from torchtp.dtensor.upstream import DTensor, Op, passthrough
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -50,6 +49,7 @@ class Axes:
     ranks: tuple[int, ...]
     groups: tuple[str, ...]
     spatial: set[int]  # of all meshes equal to this one
+    writes_into_plain: bool = False  # whether a DTensor was ever written into a plain tensor whose gradient is recorded
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
 
@@ -131,14 +131,6 @@ def cut_locally(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) ->
             begin, end = owned(full.size(placement.dim), axes.sizes[axis], axes.ranks[axis])
             full = full.narrow(placement.dim, begin, end - begin)
     return full
-
-
-def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
-    """This rank's part of `tensor` under `placements`; a plain tensor is what every rank holds."""
-    if not isinstance(tensor, DTensor):
-        hand_out(tensor)
-        return cut_locally(tensor, mesh, placements)
-    return redistributed(local_of(tensor), spec_of(tensor), placements)
 
 
 def full_of(tensor: torch.Tensor) -> torch.Tensor:

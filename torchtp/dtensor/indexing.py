@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import local_as, partial_over_shards, wrap
+from torchtp.dtensor.cut import partial_over_shards, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pointwise import pointwise, pointwise_in_place
 from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, local_of, plain_shard, spec_of
 

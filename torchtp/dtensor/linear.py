@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, local_as, parameter_gradient, wrap
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, parameter_gradient, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, spec_of
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import local_as, wrap
+from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pointwise import common_placements, pointwise
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed, taken
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Replicate, plain_shard
 

@@ -11,13 +11,12 @@ from torchtp.dtensor.cut import (
     axes_of,
     cut_of,
     full_of,
-    local_as,
     parameter_gradient,
     wrap,
 )
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, rule
-from torchtp.dtensor.sharing import hand_out, hand_out_alike
+from torchtp.dtensor.sharing import hand_out, hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, plain_shard
 

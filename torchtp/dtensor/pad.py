@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import local_as, wrap
+from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed, shifted
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import Op
 

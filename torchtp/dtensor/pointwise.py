@@ -196,4 +196,5 @@ def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
     if any(placement.is_shard() for placement in spec_of(cut).placements) and not whole.any():
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
-    return op(*(share_of(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
+    plain = full_of(cut) if axes_of(cut.device_mesh).writes_into_plain else share_of(cut)
+    return op(*(plain if arg is cut else arg for arg in args), **kwargs)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_of, is_cut, local_as, owned, wrap
+from torchtp.dtensor.cut import Placements, cut_of, is_cut, owned, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, composite_rule, rule
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_shard
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, local_as, wrap
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.shape import summed
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,

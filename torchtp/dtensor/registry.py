@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.parts import written
+from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
 from torchtp.dtensor.whole import hand_in
@@ -81,10 +82,12 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
-        if isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+        if any(map(_is_plain, pytree.tree_leaves(args[:1]))):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, DTensor):
                     hand_in(leaf)
+                elif _is_plain(leaf):
+                    hand_out(leaf)
         result = handler(op, args, kwargs or {})
         if isinstance(args[0], DTensor):
             written(args[0])
@@ -92,6 +95,10 @@ def install(name: str, handler: Handler) -> None:
 
     in_place = name.split("::")[1].split(".")[0].endswith("_")
     torch.library.register_torch_dispatch(name, DTensor, dispatch_in_place if in_place else dispatch, lib=library)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
 
 
 def install_rules() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, local_as, wrap
+from torchtp.dtensor.cut import Placements, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of, everywhere, mirrored, pulled, shifted
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, rule, spatial_rule
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,

@@ -8,7 +8,20 @@ import torch
 from torch import nn
 
 from torchtp import _C
-from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, Shard, local_of, make_dtensor, make_spec
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, redistributed
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Partial,
+    Replicate,
+    Shard,
+    local_of,
+    make_dtensor,
+    make_spec,
+    spec_of,
+)
+from torchtp.dtensor.whole import Gather, is_first
 
 _ATTRIBUTE = "_torchtp_hands_out"
 
@@ -17,13 +30,30 @@ def hand_out(tensor: torch.Tensor) -> None:
     """Have a plain tensor that is about to meet a DTensor get a plain gradient, where that is recorded."""
     if not tensor.requires_grad or type(tensor) not in (torch.Tensor, nn.Parameter) or not torch.is_grad_enabled():
         return
-    if getattr(tensor, _ATTRIBUTE, None) != id(tensor):  # a copy takes the attribute along, but not the hook
-        setattr(tensor, _ATTRIBUTE, id(tensor))
-        tensor.register_hook(_plain_gradient)
+    if is_first(tensor, _ATTRIBUTE):
+        tensor.register_hook(_share_gradient if tensor.is_leaf else _share_gradient_of_made)
 
 
-def _plain_gradient(grad: torch.Tensor) -> torch.Tensor:
+def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
+    """This rank's part of `tensor` under `placements`; a plain tensor is what every rank holds."""
+    if not isinstance(tensor, DTensor):
+        hand_out(tensor)
+        return cut_locally(tensor, mesh, placements)
+    return redistributed(local_of(tensor), spec_of(tensor), placements)
+
+
+def _share_gradient(grad: torch.Tensor) -> torch.Tensor:
     return Share.apply(grad) if isinstance(grad, DTensor) else grad
+
+
+def _share_gradient_of_made(grad: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that may be made of plain ones with cut values in them.
+
+    The derivatives of such a write are ops on plain gradients and DTensors, and to an op a plain tensor is the same on every rank.
+    """
+    if isinstance(grad, DTensor) and axes_of(grad.device_mesh).writes_into_plain:
+        return Gather.apply(grad)
+    return _share_gradient(grad)
 
 
 def hand_out_alike(op: Op, weight: Any, bias: Any) -> None:

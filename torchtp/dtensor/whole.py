@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, num_shards, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, wrap
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, Replicate, plain_shard
 
 
@@ -89,10 +89,24 @@ def hand_in(tensor: DTensor) -> None:
 
     What else comes back is added up with it by the mean rule first, see `pointwise._accumulate`.
     """
-    if tensor.requires_grad and torch.is_grad_enabled() and getattr(tensor, _HANDS_IN, None) != id(tensor):
-        setattr(tensor, _HANDS_IN, id(tensor))
-        mesh = tensor.device_mesh
+    if not torch.is_grad_enabled():
+        return
+    mesh = tensor.device_mesh
+    axes_of(mesh).writes_into_plain = True
+    if tensor.requires_grad and is_first(tensor, _HANDS_IN):
         tensor.register_hook(lambda grad: grad if isinstance(grad, DTensor) else Contributed.apply(grad, mesh))
+
+
+def is_first(tensor: torch.Tensor, attribute: str) -> bool:
+    """Whether the tensor as it is now has no hook that goes by the name of that attribute yet; afterwards it has.
+
+    A copy takes the attribute along, but not the hook; what is written in place leaves its hooks to what it was before.
+    """
+    mark = id(tensor), 0 if tensor.is_leaf else tensor._version
+    if getattr(tensor, attribute, None) == mark:
+        return False
+    setattr(tensor, attribute, mark)
+    return True
 
 
 def dense_format(tensor: torch.Tensor) -> torch.memory_format:
