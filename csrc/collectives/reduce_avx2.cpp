@@ -26,25 +26,25 @@ struct Avx2 {
   TORCHTP_VECTOR static Floats load_fp16(const uint16_t* in) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
   }
-  TORCHTP_VECTOR static void store_fp16(uint16_t* out, Floats value) {
+  TORCHTP_VECTOR static Bits pair_fp16(Floats first, Floats second) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_cvtps_ph(value, kNearest));
+    return _mm256_set_m128i(_mm256_cvtps_ph(second, kNearest), _mm256_cvtps_ph(first, kNearest));
   }
 
   TORCHTP_VECTOR static Floats even_bf16(Bits both) { return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16)); }
   TORCHTP_VECTOR static Floats odd_bf16(Bits both) {
     return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  // In the upper half: the nearest bf16, to even; NaN stays NaN.
-  TORCHTP_VECTOR static Bits round_bf16(Floats value) {
-    const Bits bits = _mm256_castps_si256(value);
-    const Bits odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const Bits nearest = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const Bits is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc00000), is_nan);
+  TORCHTP_VECTOR static int any_nan(Floats a, Floats b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_UNORD_Q));
   }
-  TORCHTP_VECTOR static Bits pair_bf16(Bits even, Bits odd) {
-    return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+  TORCHTP_VECTOR static Floats without_payload(Floats value) {
+    const Floats is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan);
+  }
+  // To the nearest, to even, but for NaN with a payload.
+  TORCHTP_VECTOR static Bits pair_bf16(Floats even, Floats odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(rounded(even), 16), rounded(odd), 0xaa);
   }
 
   TORCHTP_VECTOR static Floats broadcast(float value) { return _mm256_set1_ps(value); }
@@ -57,13 +57,21 @@ struct Avx2 {
     const Floats keep = _mm256_or_ps(_mm256_cmp_ps(a, b, kBetter), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     return _mm256_blendv_ps(b, a, keep);
   }
+
+ private:
+  // In the upper half.
+  TORCHTP_VECTOR static Bits rounded(Floats value) {
+    const Bits bits = _mm256_castps_si256(value);
+    const Bits odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  }
 };
 
 }  // namespace
 
-bool avx2::reduce(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                  ReduceOp op, int divisor) {
-  return reduce_floats<Avx2>(out, inputs, count, dtype, op, divisor);
+bool avx2::reduce(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                  c10::ScalarType dtype, ReduceOp op, int divisor) {
+  return reduce_floats<Avx2>(outputs, inputs, count, dtype, op, divisor);
 }
 
 }  // namespace torchtp::collectives

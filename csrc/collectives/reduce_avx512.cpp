@@ -26,25 +26,24 @@ struct Avx512 {
   TORCHTP_VECTOR static Floats load_fp16(const uint16_t* in) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
   }
-  TORCHTP_VECTOR static void store_fp16(uint16_t* out, Floats value) {
+  TORCHTP_VECTOR static Bits pair_fp16(Floats first, Floats second) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtps_ph(value, kNearest));
+    const Bits low = _mm512_castsi256_si512(_mm512_cvtps_ph(first, kNearest));
+    return _mm512_inserti64x4(low, _mm512_cvtps_ph(second, kNearest), 1);
   }
 
   TORCHTP_VECTOR static Floats even_bf16(Bits both) { return _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)); }
   TORCHTP_VECTOR static Floats odd_bf16(Bits both) {
     return _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
   }
-  // In the upper half: the nearest bf16, to even; NaN stays NaN. The instruction for it takes denormals for zeros.
-  TORCHTP_VECTOR static Bits round_bf16(Floats value) {
-    const Bits bits = _mm512_castps_si512(value);
-    const Bits odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const Bits nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  TORCHTP_VECTOR static __mmask16 any_nan(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+  TORCHTP_VECTOR static Floats without_payload(Floats value) {
     const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    return _mm512_mask_blend_epi32(is_nan, nearest, _mm512_set1_epi32(0x7fc00000));
+    return _mm512_mask_blend_ps(is_nan, value, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
   }
-  TORCHTP_VECTOR static Bits pair_bf16(Bits even, Bits odd) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd);
+  // To the nearest, to even, but for NaN with a payload. The instruction for it takes denormals for zeros.
+  TORCHTP_VECTOR static Bits pair_bf16(Floats even, Floats odd) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(rounded(even), 16), rounded(odd));
   }
 
   TORCHTP_VECTOR static Floats broadcast(float value) { return _mm512_set1_ps(value); }
@@ -57,13 +56,21 @@ struct Avx512 {
     const __mmask16 keep = _mm512_cmp_ps_mask(a, b, kBetter) | _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(keep, b, a);
   }
+
+ private:
+  // In the upper half.
+  TORCHTP_VECTOR static Bits rounded(Floats value) {
+    const Bits bits = _mm512_castps_si512(value);
+    const Bits odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  }
 };
 
 }  // namespace
 
-bool avx512::reduce(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                    ReduceOp op, int divisor) {
-  return reduce_floats<Avx512>(out, inputs, count, dtype, op, divisor);
+bool avx512::reduce(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                    c10::ScalarType dtype, ReduceOp op, int divisor) {
+  return reduce_floats<Avx512>(outputs, inputs, count, dtype, op, divisor);
 }
 
 }  // namespace torchtp::collectives

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <complex>
+#include <cstring>
 #include <string>
 #include <type_traits>
 
@@ -186,6 +187,38 @@ void reduce_as(std::byte* out, const std::vector<const std::byte*>& inputs, int6
   throw Error(std::string("reduce op ") + name_of(op) + " has no meaning for this dtype");
 }
 
+void reduce_scalars(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
+                    ReduceOp op, int divisor) {
+  switch (dtype) {
+    case c10::ScalarType::Bool:
+      return reduce_bool(out, inputs, count, op);
+    case c10::ScalarType::Byte:
+      return reduce_as<uint8_t>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Char:
+      return reduce_as<int8_t>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Short:
+      return reduce_as<int16_t>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Int:
+      return reduce_as<int32_t>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Long:
+      return reduce_as<int64_t>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Half:
+      return reduce_as<c10::Half>(out, inputs, count, op, divisor);
+    case c10::ScalarType::BFloat16:
+      return reduce_as<c10::BFloat16>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Float:
+      return reduce_as<float>(out, inputs, count, op, divisor);
+    case c10::ScalarType::Double:
+      return reduce_as<double>(out, inputs, count, op, divisor);
+    case c10::ScalarType::ComplexFloat:
+      return reduce_as<std::complex<float>>(out, inputs, count, op, divisor);
+    case c10::ScalarType::ComplexDouble:
+      return reduce_as<std::complex<double>>(out, inputs, count, op, divisor);
+    default:
+      throw Error(std::string("dtype ") + c10::toString(dtype) + " cannot be reduced");
+  }
+}
+
 }  // namespace
 
 const char* name_of(ReduceOp op) {
@@ -219,36 +252,18 @@ bool is_reducible(c10::ScalarType dtype, ReduceOp op) {
 
 void reduce_inputs(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
                    ReduceOp op, int divisor) {
+  reduce_inputs(Outputs(out), inputs, count, dtype, op, divisor);
+}
+
+void reduce_inputs(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                   c10::ScalarType dtype, ReduceOp op, int divisor) {
   if (count == 0 || inputs.empty()) return;
   if (divisor == 0) divisor = static_cast<int>(inputs.size());
-  if (reduce_simd(out, inputs, count, dtype, op, divisor)) return;
-  switch (dtype) {
-    case c10::ScalarType::Bool:
-      return reduce_bool(out, inputs, count, op);
-    case c10::ScalarType::Byte:
-      return reduce_as<uint8_t>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Char:
-      return reduce_as<int8_t>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Short:
-      return reduce_as<int16_t>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Int:
-      return reduce_as<int32_t>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Long:
-      return reduce_as<int64_t>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Half:
-      return reduce_as<c10::Half>(out, inputs, count, op, divisor);
-    case c10::ScalarType::BFloat16:
-      return reduce_as<c10::BFloat16>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Float:
-      return reduce_as<float>(out, inputs, count, op, divisor);
-    case c10::ScalarType::Double:
-      return reduce_as<double>(out, inputs, count, op, divisor);
-    case c10::ScalarType::ComplexFloat:
-      return reduce_as<std::complex<float>>(out, inputs, count, op, divisor);
-    case c10::ScalarType::ComplexDouble:
-      return reduce_as<std::complex<double>>(out, inputs, count, op, divisor);
-    default:
-      throw Error(std::string("dtype ") + c10::toString(dtype) + " cannot be reduced");
+  if (reduce_simd(outputs, inputs, count, dtype, op, divisor)) return;
+  std::byte* const first = *outputs.begin();
+  reduce_scalars(first, inputs, count, dtype, op, divisor);
+  for (std::byte* const out : outputs) {
+    if (out != first) std::memcpy(out, first, static_cast<size_t>(count) * c10::elementSize(dtype));
   }
 }
 

@@ -6,7 +6,7 @@ namespace torchtp::collectives {
 
 namespace {
 
-// A block stays in the second-level cache between being reduced and being written to the other ranks.
+// A block stays in the second-level cache until it is written to the other ranks, where that does not happen at once.
 constexpr size_t kBlockBytes = 64 * 1024;
 
 // Up to here a copy into the slot costs less than the second round that reading a heap needs.
@@ -78,15 +78,14 @@ class Reduction {
     std::vector<std::byte*> buffers(size_);
     for (int r = 0; r < size_; ++r) buffers[r] = group_.peer_heap(r, num_bytes_);
     const Range share = share_of(rank_, size_, num_bytes_);
-    const int first = root_ == kEveryRank ? rank_ : root_;
+    // Written to all ranks at once, 25 MB on two ranks take 0.85 of the time that copies of blocks would take, 4 MB
+    // 0.7.
+    std::vector<std::byte*> outputs(root_ == kEveryRank ? size_ : 1);
     for (size_t begin = share.begin; begin < share.end; begin += kBlockBytes) {
       const size_t size = std::min(kBlockBytes, share.end - begin);
       for (int r = 0; r < size_; ++r) inputs_[r] = buffers[r] + begin;
-      reduce(buffers[first] + begin, size);
-      if (root_ != kEveryRank) continue;
-      for (int r = 0; r < size_; ++r) {
-        if (r != first) copy_bytes(buffers[r] + begin, buffers[first] + begin, size);
-      }
+      for (size_t k = 0; k < outputs.size(); ++k) outputs[k] = buffers[root_ == kEveryRank ? k : root_] + begin;
+      reduce(Outputs(outputs), size);
     }
     group_.round(print_);
   }
@@ -138,8 +137,9 @@ class Reduction {
     }
   }
 
-  void reduce(std::byte* out, size_t num_bytes) {
-    reduce_inputs(out, inputs_, static_cast<int64_t>(num_bytes / item_bytes_), dtype_, op_);
+  void reduce(std::byte* out, size_t num_bytes) { reduce(Outputs(out), num_bytes); }
+  void reduce(const Outputs& outputs, size_t num_bytes) {
+    reduce_inputs(outputs, inputs_, static_cast<int64_t>(num_bytes / item_bytes_), dtype_, op_);
   }
 
   shm::Group& group_;

@@ -17,10 +17,10 @@ std::vector<SimdReduction*> simd_reductions() {
   return found;
 }
 
-bool reduce_simd(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                 ReduceOp op, int divisor) {
+bool reduce_simd(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                 c10::ScalarType dtype, ReduceOp op, int divisor) {
   static const std::vector<SimdReduction*> reductions = simd_reductions();
-  return !reductions.empty() && reductions[0](out, inputs, count, dtype, op, divisor);
+  return !reductions.empty() && reductions[0](outputs, inputs, count, dtype, op, divisor);
 }
 
 }  // namespace torchtp::collectives

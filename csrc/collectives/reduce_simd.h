@@ -10,7 +10,7 @@ namespace torchtp::collectives {
 
 // reduce_inputs() for fp32, fp16 and bf16 with vector instructions; false, and nothing done, for other dtypes and where
 // the op is not SUM, AVG, PRODUCT, MIN or MAX. The bits of a result do not depend on the instructions.
-using SimdReduction = bool(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count,
+using SimdReduction = bool(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
                            c10::ScalarType dtype, ReduceOp op, int divisor);
 
 namespace avx2 {

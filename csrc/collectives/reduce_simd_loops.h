@@ -24,7 +24,12 @@ template <typename V>
 struct Fp32 {
   using Number = float;
   TORCHTP_VECTOR static Wide<V> load(const float* in) { return {V::load(in), V::load(in + V::kLanes)}; }
-  TORCHTP_VECTOR static void store(float* out, const Wide<V>& value) {
+  using Result = Wide<V>;
+  template <int64_t kNum>
+  TORCHTP_VECTOR static void round(const Wide<V> (&values)[kNum], Result (&results)[kNum]) {
+    for (int64_t u = 0; u < kNum; ++u) results[u] = values[u];
+  }
+  TORCHTP_VECTOR static void store(float* out, const Result& value) {
     V::store(out, value.a);
     V::store(out + V::kLanes, value.b);
   }
@@ -34,10 +39,12 @@ template <typename V>
 struct Fp16 {
   using Number = uint16_t;
   TORCHTP_VECTOR static Wide<V> load(const uint16_t* in) { return {V::load_fp16(in), V::load_fp16(in + V::kLanes)}; }
-  TORCHTP_VECTOR static void store(uint16_t* out, const Wide<V>& value) {
-    V::store_fp16(out, value.a);
-    V::store_fp16(out + V::kLanes, value.b);
+  using Result = typename V::Bits;
+  template <int64_t kNum>
+  TORCHTP_VECTOR static void round(const Wide<V> (&values)[kNum], Result (&results)[kNum]) {
+    for (int64_t u = 0; u < kNum; ++u) results[u] = V::pair_fp16(values[u].a, values[u].b);
   }
+  TORCHTP_VECTOR static void store(uint16_t* out, const Result& value) { V::store_bits(out, value); }
 };
 
 template <typename V>
@@ -48,9 +55,18 @@ struct Bf16 {
     const auto both = V::load_bits(in);
     return {V::even_bf16(both), V::odd_bf16(both)};
   }
-  TORCHTP_VECTOR static void store(uint16_t* out, const Wide<V>& value) {
-    V::store_bits(out, V::pair_bf16(V::round_bf16(value.a), V::round_bf16(value.b)));
+  using Result = typename V::Bits;
+  template <int64_t kNum>
+  TORCHTP_VECTOR static void round(const Wide<V> (&values)[kNum], Result (&results)[kNum]) {
+    auto nan = V::any_nan(values[0].a, values[0].b);
+    for (int64_t u = 1; u < kNum; ++u) nan |= V::any_nan(values[u].a, values[u].b);
+    for (int64_t u = 0; u < kNum; ++u) {
+      Wide<V> value = values[u];
+      if (__builtin_expect(nan != 0, 0)) value = {V::without_payload(value.a), V::without_payload(value.b)};
+      results[u] = V::pair_bf16(value.a, value.b);
+    }
   }
+  TORCHTP_VECTOR static void store(uint16_t* out, const Result& value) { V::store_bits(out, value); }
 };
 
 struct Sum {
@@ -88,9 +104,8 @@ class Loop {
   static constexpr size_t kLineBytes = 64;
 
  public:
-  TORCHTP_TARGET static void run(std::byte* bytes, const std::vector<const std::byte*>& inputs, int64_t count,
+  TORCHTP_TARGET static void run(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
                                  int divisor) {
-    auto* const out = reinterpret_cast<Number*>(bytes);
     int64_t i = 0;
     for (; i + kStep <= count; i += kStep) {
       Wide<V> value[kUnrolled];
@@ -101,19 +116,28 @@ class Loop {
         request(in);
         for (int64_t u = 0; u < kUnrolled; ++u) value[u] = apply(value[u], Format::load(in + u * kLanes));
       }
-      for (int64_t u = 0; u < kUnrolled; ++u) Format::store(out + i + u * kLanes, finish(value[u], divisor));
+      typename Format::Result result[kUnrolled];
+      for (int64_t u = 0; u < kUnrolled; ++u) value[u] = finish(value[u], divisor);
+      Format::round(value, result);
+      for (std::byte* const bytes : outputs) {
+        Number* const out = reinterpret_cast<Number*>(bytes) + i;
+        for (int64_t u = 0; u < kUnrolled; ++u) Format::store(out + u * kLanes, result[u]);
+      }
     }
     // The rest by the same instructions, so that a result does not depend on where its element lies.
     for (; i < count; i += kLanes) {
       const size_t num_bytes = static_cast<size_t>(std::min(kLanes, count - i)) * sizeof(Number);
       Number rest[kLanes] = {};
-      Wide<V> value{};
+      Wide<V> value[1] = {};
       for (size_t r = 0; r < inputs.size(); ++r) {
         std::memcpy(rest, numbers(inputs[r]) + i, num_bytes);
-        value = r == 0 ? Format::load(rest) : apply(value, Format::load(rest));
+        value[0] = r == 0 ? Format::load(rest) : apply(value[0], Format::load(rest));
       }
-      Format::store(rest, finish(value, divisor));
-      std::memcpy(out + i, rest, num_bytes);
+      value[0] = finish(value[0], divisor);
+      typename Format::Result result[1];
+      Format::round(value, result);
+      Format::store(rest, result[0]);
+      for (std::byte* const bytes : outputs) std::memcpy(reinterpret_cast<Number*>(bytes) + i, rest, num_bytes);
     }
   }
 
@@ -135,24 +159,24 @@ class Loop {
 };
 
 template <typename V, typename Format>
-bool reduce_format(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op,
+bool reduce_format(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op,
                    int divisor) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kPremulSum:
-      Loop<V, Format, Sum>::run(out, inputs, count, 1);
+      Loop<V, Format, Sum>::run(outputs, inputs, count, 1);
       return true;
     case ReduceOp::kAvg:
-      Loop<V, Format, Sum>::run(out, inputs, count, divisor);
+      Loop<V, Format, Sum>::run(outputs, inputs, count, divisor);
       return true;
     case ReduceOp::kProduct:
-      Loop<V, Format, Product>::run(out, inputs, count, 1);
+      Loop<V, Format, Product>::run(outputs, inputs, count, 1);
       return true;
     case ReduceOp::kMin:
-      Loop<V, Format, Select<true>>::run(out, inputs, count, 1);
+      Loop<V, Format, Select<true>>::run(outputs, inputs, count, 1);
       return true;
     case ReduceOp::kMax:
-      Loop<V, Format, Select<false>>::run(out, inputs, count, 1);
+      Loop<V, Format, Select<false>>::run(outputs, inputs, count, 1);
       return true;
     default:
       return false;
@@ -160,15 +184,15 @@ bool reduce_format(std::byte* out, const std::vector<const std::byte*>& inputs, 
 }
 
 template <typename V>
-bool reduce_floats(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                   ReduceOp op, int divisor) {
+bool reduce_floats(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                   c10::ScalarType dtype, ReduceOp op, int divisor) {
   switch (dtype) {
     case c10::ScalarType::Float:
-      return reduce_format<V, Fp32<V>>(out, inputs, count, op, divisor);
+      return reduce_format<V, Fp32<V>>(outputs, inputs, count, op, divisor);
     case c10::ScalarType::Half:
-      return reduce_format<V, Fp16<V>>(out, inputs, count, op, divisor);
+      return reduce_format<V, Fp16<V>>(outputs, inputs, count, op, divisor);
     case c10::ScalarType::BFloat16:
-      return reduce_format<V, Bf16<V>>(out, inputs, count, op, divisor);
+      return reduce_format<V, Bf16<V>>(outputs, inputs, count, op, divisor);
     default:
       return false;
   }

@@ -40,12 +40,17 @@ bool same(T a, T b) {
 // As reduce_inputs() does it, and by vectors of every width.
 std::vector<SimdReduction*> ways() {
   auto found = simd_reductions();
-  found.push_back([](std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, c10::ScalarType dtype,
-                     ReduceOp op, int) {
-    reduce_inputs(out, inputs, count, dtype, op);
+  found.push_back([](const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                     c10::ScalarType dtype, ReduceOp op, int) {
+    reduce_inputs(outputs, inputs, count, dtype, op);
     return true;
   });
   return found;
+}
+
+template <typename T>
+std::byte* bytes_of(std::vector<T>& numbers) {
+  return reinterpret_cast<std::byte*>(numbers.data());
 }
 
 template <typename T>
@@ -55,7 +60,8 @@ std::vector<const std::byte*> pointers_to(const std::vector<std::vector<T>>& inp
   return pointers;
 }
 
-// Every bit pattern of 16 bits (of fp32: random ones), combined with others of any size, in and out of place.
+// Every bit pattern of 16 bits (of fp32: random ones), combined with others of any size, into a buffer of its own, into
+// the last input, into all inputs and another.
 template <typename T>
 void every_number_is_reduced_as_element_by_element(c10::ScalarType dtype) {
   std::mt19937 random(1);
@@ -70,13 +76,17 @@ void every_number_is_reduced_as_element_by_element(c10::ScalarType dtype) {
     }
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAvg, ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kMax}) {
       for (SimdReduction* const way : ways()) {
-        for (const bool in_place : {false, true}) {
-          auto sources = inputs;
-          std::vector<T> separate(kCount);
-          std::vector<T>& out = in_place ? sources.back() : separate;
-          CHECK(way(reinterpret_cast<std::byte*>(out.data()), pointers_to(sources), kCount, dtype, op,
-                    static_cast<int>(num_inputs)));
-          for (size_t i = 0; i < kCount; ++i) CHECK(same(expected(inputs, i, op), out[i]));
+        for (const size_t first : {num_inputs, num_inputs - 1, size_t{0}}) {
+          auto buffers = inputs;
+          const auto sources = pointers_to(buffers);
+          buffers.emplace_back(kCount);
+          std::vector<std::byte*> outputs;
+          const size_t end = first == num_inputs - 1 ? num_inputs : num_inputs + 1;
+          for (size_t k = first; k < end; ++k) outputs.push_back(bytes_of(buffers[k]));
+          CHECK(way(Outputs(outputs), sources, kCount, dtype, op, static_cast<int>(num_inputs)));
+          for (size_t k = first; k < end; ++k) {
+            for (size_t i = 0; i < kCount; ++i) CHECK(same(expected(inputs, i, op), buffers[k][i]));
+          }
         }
       }
     }
@@ -93,8 +103,8 @@ void any_number_of_elements(c10::ScalarType dtype) {
     }
     for (SimdReduction* const way : ways()) {
       std::vector<T> out(count + 1, static_cast<T>(77.0f));
-      CHECK(way(reinterpret_cast<std::byte*>(out.data()), pointers_to(inputs), static_cast<int64_t>(count), dtype,
-                ReduceOp::kAvg, 3));
+      std::byte* const bytes = bytes_of(out);
+      CHECK(way(Outputs(bytes), pointers_to(inputs), static_cast<int64_t>(count), dtype, ReduceOp::kAvg, 3));
       for (size_t i = 0; i < count; ++i) CHECK(same(expected(inputs, i, ReduceOp::kAvg), out[i]));
       CHECK(static_cast<float>(out[count]) == 77.0f);
     }
@@ -105,9 +115,23 @@ void any_number_of_elements(c10::ScalarType dtype) {
 void an_average_is_over_as_many_as_are_told() {
   const std::vector<std::vector<float>> inputs = {std::vector<float>(200, 10.0f), std::vector<float>(200, 5.0f)};
   std::vector<float> out(200);
-  reduce_inputs(reinterpret_cast<std::byte*>(out.data()), pointers_to(inputs), 200, c10::ScalarType::Float,
-                ReduceOp::kAvg, 6);
+  reduce_inputs(bytes_of(out), pointers_to(inputs), 200, c10::ScalarType::Float, ReduceOp::kAvg, 6);
   for (const float value : out) CHECK_EQUAL(value, 2.5f);
+}
+
+// Those that no vector instructions of ours reduce.
+void integers_go_to_all_outputs() {
+  std::vector<std::vector<int32_t>> buffers(3, std::vector<int32_t>(3000));
+  for (int32_t i = 0; i < 3000; ++i) {
+    for (int32_t r = 0; r < 3; ++r) buffers[r][i] = (r + 1) * i;
+  }
+  const auto inputs = pointers_to(buffers);
+  std::vector<std::byte*> outputs;
+  for (auto& buffer : buffers) outputs.push_back(bytes_of(buffer));
+  reduce_inputs(Outputs(outputs), inputs, 3000, c10::ScalarType::Int, ReduceOp::kSum);
+  for (const auto& buffer : buffers) {
+    for (int32_t i = 0; i < 3000; ++i) CHECK_EQUAL(buffer[i], 6 * i);
+  }
 }
 
 }  // namespace
@@ -123,6 +147,7 @@ int main() {
       {"any number of fp16", [] { any_number_of_elements<c10::Half>(c10::ScalarType::Half); }},
       {"any number of bf16", [] { any_number_of_elements<c10::BFloat16>(c10::ScalarType::BFloat16); }},
       {"any number of fp32", [] { any_number_of_elements<float>(c10::ScalarType::Float); }},
+      {"integers go to all outputs", integers_go_to_all_outputs},
       {"an average is over as many as are told", an_average_is_over_as_many_as_are_told},
   });
 }
