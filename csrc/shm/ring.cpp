@@ -9,6 +9,9 @@ namespace torchtp::shm {
 namespace {
 
 constexpr size_t kReserveBytes = size_t{256} << 10;
+// So far small messages walk before they start over: to see whether the ring is empty fetches a line from the reader's
+// cache. An exchange of 1 KB takes 0.24 us instead of 0.29.
+constexpr size_t kWalkBytes = size_t{8} << 10;
 
 [[noreturn]] void damaged() { throw Error("a ring in shared memory is damaged: its positions contradict each other"); }
 
@@ -25,7 +28,7 @@ RingWriter::RingWriter(std::shared_ptr<Segment> segment, Channel channel, int fr
 }
 
 void RingWriter::begin_message() {
-  if (head_ % size_ == 0 || control_->tail.load(std::memory_order_acquire) != head_) return;
+  if (head_ % size_ < kWalkBytes || control_->tail.load(std::memory_order_acquire) != head_) return;
   control_->restart_from.store(head_, std::memory_order_relaxed);
   head_ += size_ - head_ % size_;
   tail_ = head_;

@@ -14,9 +14,10 @@ constexpr size_t kRingUnit = 64;  // everything in a ring begins at a multiple o
 // the place in the ring is position % size.
 //
 // NOTE [restart] Always walking through the whole ring would touch memory that no cache holds and no page backs yet. So
-// a message that finds the ring empty starts over at the first byte: the writer notes "whoever stands at restart_from
-// goes on at restart_at" and then publishes its head as ever. The reader looks at the note when it finds news after
-// having stood at the end; the writer changes the note only while the reader stands at the end, so the two never meet.
+// a message that finds the ring empty, and itself some KB from its beginning, starts over at the first byte: the writer
+// notes "whoever stands at restart_from goes on at restart_at" and then publishes its head as ever. The reader looks at
+// the note when it finds news after having stood at the end; the writer changes the note only while the reader stands
+// at the end, so the two never meet.
 class RingWriter {
  public:
   RingWriter(std::shared_ptr<Segment> segment, Channel channel, int from, int to);
