@@ -19,6 +19,9 @@ namespace {
 // Partial results of one block stay in the first-level cache.
 constexpr int64_t kBlock = 1024;
 
+// As much stays in the second-level cache until it has been copied to all outputs.
+constexpr size_t kCopiedBytes = 64 * 1024;
+
 template <typename T>
 struct IsComplex : std::false_type {};
 template <typename T>
@@ -261,9 +264,15 @@ void reduce_inputs(const Outputs& outputs, const std::vector<const std::byte*>& 
   if (divisor == 0) divisor = static_cast<int>(inputs.size());
   if (reduce_simd(outputs, inputs, count, dtype, op, divisor)) return;
   std::byte* const first = *outputs.begin();
-  reduce_scalars(first, inputs, count, dtype, op, divisor);
-  for (std::byte* const out : outputs) {
-    if (out != first) std::memcpy(out, first, static_cast<size_t>(count) * c10::elementSize(dtype));
+  const size_t num_bytes = static_cast<size_t>(count) * c10::elementSize(dtype);
+  std::vector<const std::byte*> block(inputs);
+  for (size_t begin = 0; begin < num_bytes; begin += kCopiedBytes) {
+    const size_t size = std::min(kCopiedBytes, num_bytes - begin);
+    for (size_t r = 0; r < inputs.size(); ++r) block[r] = inputs[r] + begin;
+    reduce_scalars(first + begin, block, static_cast<int64_t>(size / c10::elementSize(dtype)), dtype, op, divisor);
+    for (std::byte* const out : outputs) {
+      if (out != first) std::memcpy(out + begin, first + begin, size);
+    }
   }
 }
 

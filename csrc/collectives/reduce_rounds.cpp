@@ -6,7 +6,7 @@ namespace torchtp::collectives {
 
 namespace {
 
-// A block stays in the second-level cache until it is written to the other ranks, where that does not happen at once.
+// A block stays in the second-level cache between being reduced and being staged.
 constexpr size_t kBlockBytes = 64 * 1024;
 
 // Up to here a copy into the slot costs less than the second round that reading a heap needs.
@@ -78,15 +78,13 @@ class Reduction {
     std::vector<std::byte*> buffers(size_);
     for (int r = 0; r < size_; ++r) buffers[r] = group_.peer_heap(r, num_bytes_);
     const Range share = share_of(rank_, size_, num_bytes_);
-    // Written to all ranks at once, 25 MB on two ranks take 0.85 of the time that copies of blocks would take, 4 MB
-    // 0.7.
-    std::vector<std::byte*> outputs(root_ == kEveryRank ? size_ : 1);
-    for (size_t begin = share.begin; begin < share.end; begin += kBlockBytes) {
-      const size_t size = std::min(kBlockBytes, share.end - begin);
-      for (int r = 0; r < size_; ++r) inputs_[r] = buffers[r] + begin;
-      for (size_t k = 0; k < outputs.size(); ++k) outputs[k] = buffers[root_ == kEveryRank ? k : root_] + begin;
-      reduce(Outputs(outputs), size);
+    // Written to all ranks at once, 25 MB on two ranks take 0.9 of the time that copies of blocks would take, 4 MB 0.7.
+    std::vector<std::byte*> outputs;
+    for (int r = 0; r < size_; ++r) {
+      inputs_[r] = buffers[r] + share.begin;
+      if (root_ == kEveryRank || root_ == r) outputs.push_back(buffers[r] + share.begin);
     }
+    reduce(Outputs(outputs), share.size());
     group_.round(print_);
   }
 
