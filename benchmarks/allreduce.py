@@ -9,6 +9,7 @@ input and one write of every output, at the rate at which the same ranks copy bu
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -78,6 +79,27 @@ def ratios(seconds: dict[str, list[float]], kinds: tuple[str, ...], over: str) -
     }
 
 
+def contend(
+    ranks: int,
+    cases: list[tuple[str, int, tuple[str, ...]]],
+    args: argparse.Namespace,
+    afterwards: Callable[[Contest, int], None] = lambda contest, repeat: None,
+) -> list[dict[str, Any]]:
+    """The lines of the table for ops, sizes in bytes and places; `afterwards` is called with the last of the contests."""
+    contests = 1 if args.quick else CONTESTS
+    repeat = 3 if args.quick else -(-args.repeat // contests)
+    seconds: list[dict[str, list[float]]] = [defaultdict(list) for _ in cases]
+    for number in range(contests):
+        with ExitStack() as stack:
+            contest = Contest(ranks, stack)
+            for (op, size, places), found in zip(cases, seconds, strict=True):
+                for kind, values in contest.measure(op, size, repeat, places).items():
+                    found[kind] += values
+            if number == contests - 1:
+                afterwards(contest, 3 if args.quick else args.repeat)
+    return [as_row(op, ranks, size, found) for (op, size, _), found in zip(cases, seconds, strict=True)]
+
+
 def as_row(op: str, ranks: int, num_bytes: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """One line of the table: spreads of the times, and of their ratios within one repetition."""
     row: dict[str, Any] = {"op": op, "ranks": ranks, "bytes": num_bytes}
@@ -134,18 +156,8 @@ def crowding(rows: list[dict[str, Any]]) -> dict[str, str]:
 def main() -> None:
     args = parser(__doc__).parse_args()
     sizes = SIZES[:3] if args.quick else SIZES
-    repeat = 3 if args.quick else -(-args.repeat // CONTESTS)
-    rows = []
-    for ranks in RANKS:
-        seconds: dict[int, dict[str, list[float]]] = {size: defaultdict(list) for size in sizes}
-        for _ in range(1 if args.quick else CONTESTS):
-            with ExitStack() as stack:
-                contest = Contest(ranks, stack)
-                for size in sizes:
-                    found = contest.measure("allreduce", size, repeat, ("private", "segment"))
-                    for kind, values in found.items():
-                        seconds[size][kind] += values
-        rows += [as_row("allreduce", ranks, size, seconds[size]) for size in sizes]
+    cases = [("allreduce", size, ("private", "segment")) for size in sizes]
+    rows = [row for ranks in RANKS for row in contend(ranks, cases, args)]
     report("allreduce", rows, COLUMNS, args.out, crowding(rows))
 
 

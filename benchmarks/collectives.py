@@ -12,11 +12,10 @@ of a group that does nothing.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from typing import Any
 
 from benchmarks import teams
-from benchmarks.allreduce import COLUMNS, RANKS, Contest, as_row
+from benchmarks.allreduce import COLUMNS, RANKS, Contest, contend
 from benchmarks.common import Spread, parser, report
 
 OPS = ("broadcast", "allgather", "reduce_scatter", "alltoall", "pair")
@@ -64,21 +63,20 @@ def start_up(size: int, repeat: int) -> Spread:
 def main() -> None:
     args = parser(__doc__).parse_args()
     sizes = SIZES[:2] if args.quick else SIZES
-    repeat = 3 if args.quick else args.repeat
-    rows: list[dict[str, Any]] = []
+    elements = ELEMENTS[:1] if args.quick else ELEMENTS
     notes: dict[str, Any] = {}
-    for ranks in RANKS:
-        with ExitStack() as stack:
-            contest = Contest(ranks, stack)
-            for op in OPS:
-                for size in sizes:
-                    places = ("private",) if op == "pair" else ("private", "segment")
-                    rows.append(as_row(op, ranks, size, contest.measure(op, size, repeat, places)))
-            notes |= formats(contest.floors, ELEMENTS[:1] if args.quick else ELEMENTS, repeat)
-            for op, what in (("record", "call"), ("record_message", "message")):
-                kept = Spread.of([contest.floors.seconds(op, 1024, 1000) for _ in range(repeat)])
-                notes[f"keeping a {what} of {ranks} ranks, ns"] = kept.text(1e9)
-            notes[f"idle group of {ranks}, C++ and Python"] = f"{idle(contest.floors)}, {idle(contest.python)}"
+
+    def note(contest: Contest, repeat: int) -> None:
+        nonlocal notes
+        notes |= formats(contest.floors, elements, repeat)
+        for op, what in (("record", "call"), ("record_message", "message")):
+            kept = Spread.of([contest.floors.seconds(op, 1024, 1000) for _ in range(repeat)])
+            notes[f"keeping a {what} of {contest.size} ranks, ns"] = kept.text(1e9)
+        notes[f"idle group of {contest.size}, C++ and Python"] = f"{idle(contest.floors)}, {idle(contest.python)}"
+
+    cases = [(op, size, ("private",) if op == "pair" else ("private", "segment")) for op in OPS for size in sizes]
+    rows = [row for ranks in RANKS for row in contend(ranks, cases, args, note)]
+    repeat = 3 if args.quick else args.repeat
     notes["start-up of 4 ranks, ms"] = start_up(4, repeat).text(1e3)
     report("collectives", rows, COLUMNS, args.out, notes)
 
