@@ -163,7 +163,57 @@ class Canvases(nn.Module):
         return (tokens + masked * scaled.index_add_(1, torch.tensor([0, 2]), x[:, 1:3])) * x + several[0] * several[1]
 
 
-MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Replaced, Tied, Canvases]
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return grad * (gate + x * gate * (1 - gate))
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.neg_()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Scaled(torch.autograd.Function):
+    """Takes the derivative of what it has computed by itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.output = torch.tanh(ctx.inputs[0] * ctx.inputs[1])
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.autograd.grad(ctx.output, ctx.inputs, grad)
+
+
+class Functions(nn.Module):
+    """Functions of the user's own take parameters, alone and beside cut activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (_parameter(4, 1, 1) for _ in range(3))
+
+    def forward(self, x):
+        return Scaled.apply(Swish.apply(x) * Swish.apply(self.a), self.b) + x * Negated.apply(self.c * 2)
+
+
+MODULES = [LayerScale, Positions, Derived, Dense, Activation, Buffers, Replaced, Tied, Canvases, Functions]
 
 
 def _compare(axes, make, num=1):

@@ -63,7 +63,10 @@ class Lazy(torch.Tensor):
         return getattr(_unlazy(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(torch.Tensor, name):
+        if name == "_backward_hooks":  # autograd itself, of an alias that a Function changes, under a lock
+            with torch._C.DisableTorchFunctionSubclass():
+                super().__setattr__(name, value)
+        elif hasattr(torch.Tensor, name):
             super().__setattr__(name, value)
         else:
             setattr(_unlazy(self), name, value)
@@ -76,9 +79,13 @@ class Lazy(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             partner = _cut_partner(args, kwargs)
             if partner is None:
-                return _each(_lazy, func(*_each(_unlazy, args), **_each(_unlazy, kwargs)))
+                plain = _each(_unlazy, args)
+                result = func(*plain, **_each(_unlazy, kwargs))
+                return args[0] if plain and result is plain[0] else _each(_lazy, result)
             if func == _SET_DATA and partner is not args[0]:  # what is cut has no place in a parameter or a buffer
                 return func(*_each(_unlazy, _each(_whole, args)))
+            if func is torch.autograd.grad:  # its inputs are what the graph was made of
+                return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             if _writes(func):
                 written = func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
                 return args[0] if written is not None else None
@@ -233,7 +240,15 @@ def _unlazy(value: Any) -> Any:
     if not isinstance(value, Lazy):
         return value
     origin = value.__dict__.get(_ORIGIN)
-    return value.as_subclass(torch.Tensor) if origin is None else origin
+    return value.as_subclass(torch.Tensor) if origin is None or _has_history_of_its_own(value, origin) else origin
+
+
+def _has_history_of_its_own(value: Lazy, origin: torch.Tensor) -> bool:
+    """Whether an autograd.Function, whose forward returned or changed the alias, gave it a gradient: the origin does not have it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not value.requires_grad:
+            return False
+        return not origin.requires_grad or (value.grad_fn is not None and value.grad_fn.name() != "AliasBackward0")
 
 
 def _whole(value: Any) -> Any:
