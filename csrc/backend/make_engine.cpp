@@ -45,7 +45,8 @@ Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& her
   Connections made;
   shm::together(bootstrap, kNoHosts, [&] {
     const Deadline deadline(std::min<std::chrono::milliseconds>(timeout, kLongestSearch));
-    for (auto& [line, socket] : door->connect(bootstrap.rank(), lines, introductions, deadline)) {
+    const auto look = [&] { bootstrap.look(); };  // a rank that has died calls nobody
+    for (auto& [line, socket] : door->connect(bootstrap.rank(), lines, introductions, deadline, look)) {
       (line.use == kMail ? made.mail : made.streams)[line.peer] = std::move(socket);
     }
     return std::string();

@@ -99,8 +99,19 @@ void StoreBootstrap::look_around(int awaited) {
 
 void StoreBootstrap::look_at(int rank, int awaited) {
   if (!has_died_ || !has_died_(rank) || store_->has(key(awaited))) return;
+  give_up_for(rank);
+}
+
+void StoreBootstrap::give_up_for(int rank) {
   read_why_others_gave_up();
   give_up(cat("rank ", names_[rank], " died (its process is gone) while the group was being made"));
+}
+
+void StoreBootstrap::look() {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (has_died_ && has_died_(rank)) give_up_for(rank);
+  }
+  read_why_others_gave_up();
 }
 
 // For those who cannot see the reason themselves.
@@ -124,6 +135,7 @@ std::string StoreBootstrap::ended() const {
 void StoreBootstrap::give_up(const std::string& why) {
   try {
     store_->set(prefix_ + kGaveUp, why);
+    store_->has(prefix_ + kGaveUp);  // TCPStore sends what is set without an answer: who ends now might take it along
   } catch (const StoreError&) {
     // What has failed first matters more.
   }

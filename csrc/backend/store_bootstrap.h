@@ -25,6 +25,9 @@ class StoreBootstrap : public shm::Bootstrap {
   std::vector<std::string> all_gather(const std::string& mine) override;
   void watch(std::function<bool(int)> has_died) override { has_died_ = std::move(has_died); }
 
+  // For a rank that waits for something else while the group is made: throws what has put an end to that.
+  void look();
+
   const std::string& prefix() const { return prefix_; }  // of the keys of this generation
 
   // Of some of the ranks, whose place in `members` is their rank; made by those alone.
@@ -39,6 +42,7 @@ class StoreBootstrap : public shm::Bootstrap {
   void look_around(int awaited);
   void read_why_others_gave_up();
   std::string ended() const;
+  [[noreturn]] void give_up_for(int rank);
   [[noreturn]] void give_up(const std::string& why);
   std::string key(int rank) const;
 

@@ -21,6 +21,7 @@ namespace {
 constexpr size_t kTokenLength = 32;
 constexpr std::array<char, 8> kMagic{'t', 'o', 'r', 'c', 'h', 't', 'p', '1'};
 constexpr size_t kMostStrangers = 64;  // beside those who are awaited: who have knocked and not said enough
+constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 constexpr char kRemedy[] = "; the variable GLOO_SOCKET_IFNAME names the network interface that joins the hosts";
 
 using Token = std::array<char, kTokenLength>;
@@ -93,7 +94,8 @@ class Connecting {
     for (const Line& line : lines) known_[line.peer] = read(introductions.at(line.peer));
   }
 
-  std::map<Line, Fd> run(const Deadline& deadline) {
+  std::map<Line, Fd> run(const Deadline& deadline, const std::function<void()>& look) {
+    Deadline next_look(kBetweenLooks);
     for (const Line& line : lines_) {
       if (line.peer > rank_) call(line);
     }
@@ -102,12 +104,16 @@ class Connecting {
       for (const Candidate& each : candidates_) {
         entries.push_back({each.socket.get(), static_cast<short>(each.connected ? POLLIN : POLLOUT), 0});
       }
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.left()).count();
-      if (poll(entries.data(), entries.size(), static_cast<int>(std::min<int64_t>(left + 1, 1000))) < 0 &&
-          errno != EINTR) {
+      const auto left = std::min(deadline.left(), next_look.left());
+      const auto left_ms = std::chrono::duration_cast<std::chrono::milliseconds>(left).count();
+      if (poll(entries.data(), entries.size(), static_cast<int>(left_ms + 1)) < 0 && errno != EINTR) {
         throw_errno("poll");
       }
       if (deadline.passed()) give_up();
+      if (next_look.passed()) {
+        look();
+        next_look = Deadline(kBetweenLooks);
+      }
       size_t index = 0;
       for (auto each = candidates_.begin(); each != candidates_.end();) {
         const bool ready = entries[++index].revents != 0;
@@ -216,10 +222,10 @@ Door::Door(const std::string& interfaces)
 std::string Door::introduction() const { return cat(address_.text(), " ", token_); }
 
 std::map<Line, Fd> Door::connect(int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions,
-                                 const Deadline& deadline) const {
+                                 const Deadline& deadline, const std::function<void()>& look) const {
   Token token;
   token_.copy(token.data(), token.size());
-  return Connecting(rank, token, listener_, lines, introductions).run(deadline);
+  return Connecting(rank, token, listener_, lines, introductions).run(deadline, look);
 }
 
 }  // namespace torchtp::net

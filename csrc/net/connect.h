@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -30,9 +31,11 @@ class Door {
   std::string introduction() const;
 
   // The connections `lines`; the ranks at their other ends wait for the same. introductions[r] is that of rank r.
-  // Throws when one has not come by the deadline or cannot be reached.
-  std::map<Line, Fd> connect(int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions,
-                             const Deadline& deadline) const;
+  // Throws when one has not come by the deadline or cannot be reached. `look` is called every 50 ms meanwhile: what it
+  // throws ends the wait.
+  std::map<Line, Fd> connect(
+      int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions, const Deadline& deadline,
+      const std::function<void()>& look = [] {}) const;
 
  private:
   Address address_;

@@ -263,6 +263,9 @@ void who_does_not_come_is_named() {
   const std::string silent =
       error_of([&] { door.connect(0, {{1, 0}}, {"", other.introduction()}, Deadline(milliseconds(50))); });
   CHECK_CONTAINS(silent, "waiting for rank 1 at 127.0.0.1");
+  const auto look = [] { throw torchtp::Error("rank 0 died"); };
+  const Deadline far(std::chrono::hours(1));
+  CHECK_CONTAINS(error_of([&] { door.connect(1, {{0, 0}}, {other.introduction(), ""}, far, look); }), "rank 0 died");
   std::string closed;
   {
     const Door gone(kLoopback);
