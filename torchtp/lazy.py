@@ -279,7 +279,7 @@ def _cut_partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | Non
 
 def _writes(func: Callable[..., Any]) -> bool:
     """Whether a function or method of torch writes into its first argument: `add_`, `__setitem__`, `__iadd__`."""
-    name = func.__name__
+    name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name[2:-2] in _OPERATORS if name.endswith("__") else name.endswith("_"))
 
 

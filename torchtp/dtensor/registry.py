@@ -82,7 +82,7 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
-        if any(map(_is_plain, pytree.tree_leaves(args[:1]))):
+        if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, DTensor):
                     hand_in(leaf)
