@@ -53,6 +53,9 @@ class Autoencoder(nn.Module):
     def decode(self, x):
         return self.decoder(x)
 
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
 
 def _by_its_methods(cut, kind):
     layout = make_layout({"dp": 2, "w": 2})
@@ -99,6 +102,30 @@ def _accumulate_by_its_methods():
 
 def test_methods_that_accumulate_train_what_was_frozen():
     run_ranks(_accumulate_by_its_methods, 4)
+
+
+def _thaw_for_a_method():
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(2)
+    single = Autoencoder().double()
+    single.decoder.requires_grad_(False)
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    for step in range(3):
+        images = make_images(step, 2)
+        for each, x in ((single, images), (model, images[layout.data_rank : layout.data_rank + 1])):
+            each.zero_grad()
+            if step == 0:
+                loss_of(each(x)).backward()
+            else:
+                each.encoder.requires_grad_(step == 2)
+                each.decoder.requires_grad_(True)
+                loss_of(each.decode(each.encode(x))).backward()
+        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+
+
+def test_methods_train_what_was_frozen_when_forward_ran():
+    run_ranks(_thaw_for_a_method, 4)
 
 
 class Head(nn.Module):

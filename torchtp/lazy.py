@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import axes_of, full_of, wrap
+from torchtp.dtensor.cut import full_of, wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES, words
-from torchtp.dtensor.sharing import Share, share_of
+from torchtp.dtensor.sharing import Share, made_takes_whole, share_of
 from torchtp.dtensor.whole import Gather
 
 _state = threading.local()
@@ -300,12 +300,12 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.whole = not tensor.is_leaf and axes_of(mesh).writes_into_plain
+        ctx.is_made = not tensor.is_leaf
         return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.whole and isinstance(grad, DTensor):
+        if ctx.is_made and made_takes_whole(grad):
             return Gather.apply(grad), None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
             return Share.apply(grad), None

@@ -59,9 +59,51 @@ class EndOfBackward {
   bool ran_ = false;
 };
 
+// A frozen parameter takes no hook as it is, but keeps one until it is trained.
+class AsTrained {
+ public:
+  explicit AsTrained(const at::Tensor& parameter) : parameter_(parameter), trained_(parameter.requires_grad()) {
+    parameter_.set_requires_grad(true);
+  }
+  AsTrained(const AsTrained&) = delete;
+  AsTrained& operator=(const AsTrained&) = delete;
+  ~AsTrained() { parameter_.set_requires_grad(trained_); }
+
+ private:
+  const at::Tensor& parameter_;
+  const bool trained_;
+};
+
 }  // namespace
 
-Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener) {
+ComingGradients::ComingGradients(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener)
+    : parameter_(parameter) {
+  const AsTrained as_trained(parameter);
+  hook_ = parameter.register_hook([listener, index](const at::Tensor&) {
+    if (const auto alive = listener.lock()) alive->before_gradient(index);
+  });
+}
+
+ComingGradients& ComingGradients::operator=(ComingGradients&& other) noexcept {
+  std::swap(parameter_, other.parameter_);
+  std::swap(hook_, other.hook_);
+  return *this;
+}
+
+ComingGradients::~ComingGradients() {
+  if (parameter_.defined()) parameter_.remove_hook(hook_);
+}
+
+bool may_train(const at::Tensor& parameter) {
+  const bool has_derivatives =
+      at::isFloatingType(parameter.scalar_type()) || at::isComplexType(parameter.scalar_type());
+  return parameter.requires_grad() || (has_derivatives && !parameter.is_inference());
+}
+
+Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener,
+                   const Accumulator& before) {
+  if (before && torch::autograd::impl::try_get_grad_accumulator(parameter) == before) return before;
+  const AsTrained as_trained(parameter);
   Accumulator accumulator = torch::autograd::impl::grad_accumulator(parameter);
   accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(listener));
   accumulator->add_post_hook(std::make_unique<AfterAccumulation>(listener, index));
@@ -73,6 +115,10 @@ void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& l
   output.register_hook([listener](const at::Tensor&) {
     if (const auto alive = listener.lock()) alive->before_output();
   });
+}
+
+bool accumulates_into(const at::Tensor& parameter) {
+  return accumulates_into(std::vector<Accumulator>{torch::autograd::impl::try_get_grad_accumulator(parameter)});
 }
 
 bool accumulates_into(const std::vector<Accumulator>& accumulators) {

@@ -2,11 +2,17 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+
 #include "gradients/agreement.h"
 #include "gradients/moves.h"
 
 namespace torchtp::gradients {
 namespace {
+
+bool is_alike(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.device() == b.device() && a.sizes() == b.sizes();
+}
 
 void check_plain(const at::Tensor& parameter, const std::string& name) {
   TORCH_CHECK_TYPE(parameter.layout() == at::kStrided && !parameter.key_set().has(c10::DispatchKey::Python),
@@ -97,20 +103,27 @@ void Reducer::prepare() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (in_pass_) return;
   settle();
-  follow_freezing();
+  listen_to_parameters();
+  follow_parameters();
 }
 
-void Reducer::follow_freezing() {
+void Reducer::listen_to_parameters() {
   if (collective_.size() == 1) return;  // every gradient is its own mean
-  bool changed = false;
   for (size_t index = 0; index < parameters_.size(); ++index) {
     Parameter& parameter = parameters_[index];
-    const bool trained = parameter.tensor.requires_grad();
-    changed = changed || trained != parameter.travels;
-    if (trained && !parameter.accumulator) parameter.accumulator = listen(parameter.tensor, index, weak_from_this());
+    if (!may_train(parameter.tensor)) continue;
+    if (!parameter.coming) parameter.coming = ComingGradients(parameter.tensor, index, weak_from_this());
+    parameter.accumulator = listen(parameter.tensor, index, weak_from_this(), parameter.accumulator);
   }
+}
+
+void Reducer::follow_parameters() {
   // Gradients stay in the old buckets' memory until the next pass plans new ones.
-  if (changed) buckets_.clear();
+  const auto has_changed = [this](const Parameter& parameter) {
+    if (parameter.tensor.requires_grad() != parameter.travels) return true;
+    return parameter.travels && !is_alike(parameter.tensor, buckets_[parameter.bucket].view(parameter.slot));
+  };
+  if (!buckets_.empty() && std::any_of(parameters_.begin(), parameters_.end(), has_changed)) buckets_.clear();
 }
 
 void Reducer::watch(const at::Tensor& output) {

@@ -49,8 +49,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   std::optional<at::Tensor> clip_norm(double most);
   // Outside backward, collective: a pass over what gradients hold now. Starts counting the interval anew.
   void reduce();
-  // Before forward: waits for what a failed backward left under way, and follows requires_grad, which changes on all
-  // ranks alike.
+  // Before forward: waits for what a failed backward left under way, and follows requires_grad and dtypes, which change
+  // on all ranks alike.
   void prepare();
   // A backward through `output` is a pass even if it reaches no parameter on this rank.
   void watch(const at::Tensor& output);
@@ -63,6 +63,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   // Whether bucket `index` holds the gradient's memory.
   bool holds_gradient(size_t parameter) const;
 
+  void before_gradient(size_t parameter) override;
   void before_accumulation() override;
   void before_output() override;
   void after_accumulation(size_t parameter) override;
@@ -73,8 +74,9 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   struct Parameter {
     at::Tensor tensor;
     std::string name;
-    Accumulator accumulator;  // none while it was never trained
-    bool travels = false;     // was trained when buckets were planned
+    ComingGradients coming;  // these two: none where it can't be trained
+    Accumulator accumulator;
+    bool travels = false;  // was trained when buckets were planned
     size_t bucket = 0;
     size_t slot = 0;
     bool ready = false;
@@ -85,7 +87,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void begin();
   bool trains() const;
   bool is_between();
-  void follow_freezing();
+  void listen_to_parameters();
+  void follow_parameters();
   void settle();
   void plan();
   void stow(Parameter& parameter);

@@ -9,6 +9,15 @@
 // What a pass does; see NOTE [passes].
 namespace torchtp::gradients {
 
+// What the accumulator tells, too, unless it is one of which nobody was told.
+void Reducer::before_gradient(size_t index) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (in_pass_) return;
+  }
+  if (accumulates_into(parameters_[index].tensor)) before_accumulation();
+}
+
 void Reducer::before_accumulation() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (in_pass_) return;
@@ -42,18 +51,16 @@ void Reducer::before_output() {
 
 void Reducer::begin() {
   if (records_) begin_ = now();
+  follow_parameters();
   next_bucket_ = 0;
   events_.clear();
   order_.clear();
   num_missing_.assign(buckets_.size(), 0);
   for (Parameter& parameter : parameters_) {
     const bool trained = parameter.tensor.requires_grad();
-    TORCH_CHECK(!trained || (parameter.accumulator && (parameter.travels || buckets_.empty())),
-                "gradients: parameter '", parameter.name,
-                "' was frozen before and is trained now; call prepare() before forward on every rank");
     parameter.ready = !trained;
     parameter.with_graph.reset();
-    if (trained && parameter.travels && !buckets_.empty()) ++num_missing_[parameter.bucket];
+    if (trained && !buckets_.empty()) ++num_missing_[parameter.bucket];
   }
 }
 
@@ -231,6 +238,7 @@ void Reducer::finish() {
   for (Parameter& parameter : parameters_) {
     if (parameter.travels) hand_out(parameter);
   }
+  listen_to_parameters();
   ++statistics_.num_backwards;
   if (records_) measure();
   const std::vector<int> failures = buckets_.back().failed_ranks();

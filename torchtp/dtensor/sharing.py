@@ -47,13 +47,15 @@ def _share_gradient(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _share_gradient_of_made(grad: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that may be made of plain ones with cut values in them.
+    return Gather.apply(grad) if made_takes_whole(grad) else _share_gradient(grad)
+
+
+def made_takes_whole(grad: torch.Tensor) -> bool:
+    """Whether a plain tensor that was made in forward takes this gradient whole, as it may be made of plain ones with cut values in them.
 
     The derivatives of such a write are ops on plain gradients and DTensors, and to an op a plain tensor is the same on every rank.
     """
-    if isinstance(grad, DTensor) and axes_of(grad.device_mesh).writes_into_plain:
-        return Gather.apply(grad)
-    return _share_gradient(grad)
+    return isinstance(grad, DTensor) and axes_of(grad.device_mesh).writes_into_plain
 
 
 def hand_out_alike(op: Op, weight: Any, bias: Any) -> None:
