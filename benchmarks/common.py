@@ -116,8 +116,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repeat", type=int, default=20, help="measurements of each figure (default 20)")
     made.add_argument("--quick", action="store_true", help="few sizes and repetitions, to try the program itself")
-    made.add_argument("--out", type=Path, help="the JSON file to write (default benchmarks/results/<name>.json)")
+    made.add_argument(
+        "--out", type=_result_file, help="the JSON file to write (default benchmarks/results/<name>.json)"
+    )
     return made
+
+
+def _result_file(text: str) -> Path:
+    """Checked before minutes of measuring."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name the JSON file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} can't be written")
+    return path
 
 
 def _flags_that_count() -> list[str]:
