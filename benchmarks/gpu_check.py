@@ -78,13 +78,15 @@ def run_piece(piece: Piece, folder: Path, log: Path, limit: float, dry: bool) ->
     rows = folder / f"{piece.name.replace(' ', '_').replace(',', '')}.jsonl"
     ends = time.monotonic() + limit
     starts = 0
+    # On the CPU threads wait for each other at every group of a convolution: seconds where other programs run, too.
+    environment = {"OMP_NUM_THREADS": "1"} if dry else None
     while True:
         known = len(read(rows))
         starts += 1
         left = ends - time.monotonic()
         command = [sys.executable, "-u", "-m", piece.module, "--rows", str(rows), "--seconds", f"{left - 3:.0f}"]
         command += [*piece.arguments, *(["--dry-run"] if dry else [])]
-        ending = guard.run(command, log, left)
+        ending = guard.run(command, log, left, environment)
         again = ending.status != 0 and not ending.timed_out and len(read(rows)) > known
         if not again or ends - time.monotonic() < _LEAST_SECONDS:
             break
