@@ -4,9 +4,9 @@
 
 The same contest as `benchmarks.allreduce`, for broadcast, allgather, reduce_scatter, alltoall and the exchange between
 pairs of ranks; KiB is the larger of a rank's two buffers. Below the table: how many elements a second an allreduce of
-16-bit numbers sums, compared with fp32; what it costs to keep a call or a message and its statistics; how long four ranks
-without an interpreter take from before they are started until their group has had its first round; the processor time
-of a group that does nothing.
+16-bit numbers sums, compared with fp32, and in brackets what fp32 of as many bytes would come to; what it costs to keep a
+call or a message and its statistics; how long four ranks without an interpreter take from before they are started until
+their group has had its first round; the processor time of a group that does nothing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ IDLE_SECONDS = 2.0
 
 
 def formats(team: teams.Team, elements: list[int], repeat: int) -> dict[str, str]:
-    """Elements a second of 16-bit types : fp32, for buffers in and outside the segment."""
+    """Elements a second of 16-bit types : fp32, for buffers in and outside the segment; beside it what as many bytes of
+    fp32 would bring, which is what halving the memory traffic can give."""
     told = {}
     for dtype in ("bf16", "fp16"):
         for place in ("private", "segment"):
             ratios = []
             for number in elements:
                 inner = max(1, min(100, (1 << 20) // number))
-                pairs = [
+                rounds = [
                     (
                         team.seconds("allreduce", 4 * number, inner, place),
                         team.seconds("allreduce", 2 * number, inner, place, dtype),
+                        team.seconds("allreduce", 2 * number, inner, place),
                     )
                     for _ in range(repeat)
                 ]
-                ratios.append(f"{number >> 10} Ki {Spread.of([full / half for full, half in pairs]).text(digits=2)}")
+                ratio = Spread.of([full / half for full, half, _ in rounds]).text(digits=2)
+                as_bytes = Spread.of([full / as_long for full, _, as_long in rounds]).median
+                ratios.append(f"{number >> 10} Ki {ratio} [{as_bytes:.2f}]")
             told[f"elements a second, {dtype} : fp32, {team.size} ranks, {place}"] = ", ".join(ratios)
     return told
 

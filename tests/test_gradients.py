@@ -1,4 +1,5 @@
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -256,3 +257,54 @@ def _only_some_ranks_reach_a_parameter():
 
 def test_a_watched_output_reduces_where_no_parameter_is_reached():
     assert run_ranks(_only_some_ranks_reach_a_parameter, 2) == [[0.5, 0.5]] * 2
+
+
+def _change_parameters():
+    """Frozen parameters are trained, alone or with the others, of which the reducer is not told, and dtypes change."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = _net()
+    model.head.requires_grad_(False)
+    reducer = _small(model)
+    errors = []
+    for step, (trained, dtype) in enumerate(
+        (
+            ("stem norm mix extra", torch.double),
+            ("stem norm mix extra", torch.double),
+            ("head", torch.double),
+            ("stem norm head", torch.double),
+            ("stem norm extra", torch.float),
+            ("stem norm mix extra head", torch.double),
+        )
+    ):
+        if dtype != model.scale.dtype:
+            model.to(dtype)
+            reducer.prepare()
+        model.zero_grad()
+        for name, part in model.named_children():
+            part.requires_grad_(name in trained.split())
+        model.scale.requires_grad_(trained != "head")
+        _loss(model(_batch(step, rank, dtype))).backward()
+        wanted = _mean_gradients(copy.deepcopy(model), [_batch(step, other, dtype) for other in range(size)])
+        errors.append(_difference(model, wanted) / torch.finfo(dtype).eps)
+    return max(errors)
+
+
+def test_parameters_are_thawed_alone_and_change_their_dtype():
+    assert max(run_ranks(_change_parameters, 2, backend="torchtp")) < 1000
+
+
+def _hooks_of_users():
+    model, seen = nn.Linear(2, 2), []
+    model.bias.requires_grad_(False)
+    model.weight.register_hook(lambda grad: seen.append("before the reducer"))
+    reducer = _small(model)  # noqa: F841
+    model.weight.register_hook(lambda grad: seen.append("after the reducer"))
+    model.weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
+    model.bias.requires_grad_().register_hook(lambda grad: seen.append("thawed"))
+    model(torch.ones(1, 2)).sum().backward()
+    return seen
+
+
+def test_hooks_of_users_on_parameters_stay():
+    for seen in run_ranks(_hooks_of_users, 2):
+        assert sorted(seen) == ["accumulated", "after the reducer", "before the reducer", "thawed"]

@@ -245,38 +245,6 @@ def test_parameters_are_frozen_and_thawed_while_training():
         assert travelling == [["2", "4"], ["2", "4"], ["0", "2", "4"], ["0", "4"], ["0", "4"], [], ["0", "2", "4"]]
 
 
-def _change_unannounced():
-    """Nobody calls `prepare`: frozen parameters are trained, alone or with the others, and dtypes change."""
-    rank = dist.get_rank()
-    model = _chain()
-    model[0].requires_grad_(False)
-    reducer = GradientReducer(model, **SMALL)  # noqa: F841
-    errors = []
-    for trained, dtype in (
-        ([2, 4], torch.double),
-        ([2, 4], torch.double),
-        ([0], torch.double),
-        ([0, 2], torch.double),
-        ([2, 4], torch.float),
-        ([0, 2, 4], torch.double),
-    ):
-        model.to(dtype).zero_grad()
-        for index in (0, 2, 4):
-            model[index].requires_grad_(index in trained)
-        model(_input(rank).to(dtype)).square().sum().backward()
-        wanted = _reference(_square).split([p.numel() for p in model.parameters()])
-        for p, gradient in zip(model.parameters(), wanted, strict=True):
-            assert (p.grad is None) == (not p.requires_grad)
-            if p.grad is not None:
-                assert p.grad.dtype == dtype
-                errors.append(_error(_flat([p.grad.double()]), gradient) / torch.finfo(dtype).eps)
-    return max(errors)
-
-
-def test_parameters_change_without_a_word_to_the_reducer():
-    assert max(run_ranks(_change_unannounced, 2, backend="torchtp")) < 1000
-
-
 class _Fault(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, raises):

@@ -104,7 +104,7 @@ def test_methods_that_accumulate_train_what_was_frozen():
     run_ranks(_accumulate_by_its_methods, 4)
 
 
-def _thaw_for_a_method():
+def _cast_and_thaw_for_a_method():
     layout = make_layout({"dp": 2, "w": 2})
     torch.manual_seed(2)
     single = Autoencoder().double()
@@ -117,6 +117,7 @@ def _thaw_for_a_method():
             if step == 0:
                 loss_of(each(x)).backward()
             else:
+                each.float().double()  # other accumulators
                 each.encoder.requires_grad_(step == 2)
                 each.decoder.requires_grad_(True)
                 loss_of(each.decode(each.encode(x))).backward()
@@ -124,8 +125,8 @@ def _thaw_for_a_method():
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
 
 
-def test_methods_train_what_was_frozen_when_forward_ran():
-    run_ranks(_thaw_for_a_method, 4)
+def test_methods_train_what_was_cast_and_thawed_after_forward():
+    run_ranks(_cast_and_thaw_for_a_method, 4)
 
 
 class Head(nn.Module):

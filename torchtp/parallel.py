@@ -211,6 +211,11 @@ class _State:
             "torchtp.gradients.GradientReducer over layout.gradient_group"
         )
 
+    def parameters_changed(self) -> None:
+        """Keep averaging the gradients of parameters that were cast or moved."""
+        if self._reducer is not None:
+            self._reducer.prepare()
+
     def hand_over(self) -> None:
         """Leave gradients to an outer module that is being parallelized."""
         self._reduces = self._reducer = None
@@ -336,6 +341,11 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         finally:
             state.forward = own
 
+    def apply_to_all(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        applied = base._apply(self, *args, **kwargs)
+        getattr(self, _STATE).parameters_changed()
+        return applied
+
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         if name == "forward":
             getattr(self, _STATE).forward = value
@@ -346,7 +356,12 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         base.__setstate__(self, state)
         getattr(self, _STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
 
-    members = {"forward": forward, "__setattr__": set_attribute, "__setstate__": set_state}
+    members = {
+        "forward": forward,
+        "_apply": apply_to_all,
+        "__setattr__": set_attribute,
+        "__setstate__": set_state,
+    }
     return lazy.remade(base, (_Root,), members, _root)
 
 

@@ -76,24 +76,6 @@ class AsTrained {
 
 }  // namespace
 
-ComingGradients::ComingGradients(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener)
-    : parameter_(parameter) {
-  const AsTrained as_trained(parameter);
-  hook_ = parameter.register_hook([listener, index](const at::Tensor&) {
-    if (const auto alive = listener.lock()) alive->before_gradient(index);
-  });
-}
-
-ComingGradients& ComingGradients::operator=(ComingGradients&& other) noexcept {
-  std::swap(parameter_, other.parameter_);
-  std::swap(hook_, other.hook_);
-  return *this;
-}
-
-ComingGradients::~ComingGradients() {
-  if (parameter_.defined()) parameter_.remove_hook(hook_);
-}
-
 bool may_train(const at::Tensor& parameter) {
   const bool has_derivatives =
       at::isFloatingType(parameter.scalar_type()) || at::isComplexType(parameter.scalar_type());
@@ -115,10 +97,6 @@ void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& l
   output.register_hook([listener](const at::Tensor&) {
     if (const auto alive = listener.lock()) alive->before_output();
   });
-}
-
-bool accumulates_into(const at::Tensor& parameter) {
-  return accumulates_into(std::vector<Accumulator>{torch::autograd::impl::try_get_grad_accumulator(parameter)});
 }
 
 bool accumulates_into(const std::vector<Accumulator>& accumulators) {

@@ -5,7 +5,6 @@
 
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 namespace torchtp::gradients {
@@ -14,7 +13,6 @@ namespace torchtp::gradients {
 class Listener {
  public:
   virtual ~Listener() = default;
-  virtual void before_gradient(size_t parameter) = 0;     // one has come, to be added to the parameter's or returned
   virtual void before_accumulation() = 0;                 // a gradient is about to be added to some parameter's
   virtual void before_output() = 0;                       // a gradient is about to flow into a watched output
   virtual void after_accumulation(size_t parameter) = 0;  // it has been
@@ -29,22 +27,6 @@ using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declva
 // Whether `parameter` is trained, or may be one day.
 bool may_train(const at::Tensor& parameter);
 
-// Has `listener` told of every gradient that comes to `parameter`, whatever becomes of the parameter, until it ends.
-class ComingGradients {
- public:
-  ComingGradients() = default;
-  ComingGradients(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener);
-  ComingGradients(ComingGradients&& other) noexcept
-      : parameter_(std::exchange(other.parameter_, {})), hook_(other.hook_) {}
-  ComingGradients& operator=(ComingGradients&& other) noexcept;
-  ~ComingGradients();
-  explicit operator bool() const { return parameter_.defined(); }
-
- private:
-  at::Tensor parameter_;
-  unsigned hook_ = 0;
-};
-
 // Has `listener` told before and after every gradient is added to `parameter`, after Python's own post-accumulate
 // hooks, for as long as the listener lives and the accumulator is held; also of one that is frozen as yet. PyTorch
 // gives a parameter another accumulator when its data get another dtype or device: then, and only then, other than
@@ -55,10 +37,7 @@ Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_pt
 // Has `listener` told when a gradient flows into `output`.
 void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& listener);
 
-// Within a backward: whether it adds to the gradient of `parameter`; torch.autograd.grad() does not.
-bool accumulates_into(const at::Tensor& parameter);
-
-// Within a backward: whether it may add to gradients of parameters.
+// Within a backward: whether it may add to gradients of parameters; torch.autograd.grad() does not.
 bool accumulates_into(const std::vector<Accumulator>& accumulators);
 
 // Within a backward: its number, different from that of every other.

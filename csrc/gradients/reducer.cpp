@@ -112,7 +112,6 @@ void Reducer::listen_to_parameters() {
   for (size_t index = 0; index < parameters_.size(); ++index) {
     Parameter& parameter = parameters_[index];
     if (!may_train(parameter.tensor)) continue;
-    if (!parameter.coming) parameter.coming = ComingGradients(parameter.tensor, index, weak_from_this());
     parameter.accumulator = listen(parameter.tensor, index, weak_from_this(), parameter.accumulator);
   }
 }

@@ -63,7 +63,6 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   // Whether bucket `index` holds the gradient's memory.
   bool holds_gradient(size_t parameter) const;
 
-  void before_gradient(size_t parameter) override;
   void before_accumulation() override;
   void before_output() override;
   void after_accumulation(size_t parameter) override;
@@ -74,9 +73,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   struct Parameter {
     at::Tensor tensor;
     std::string name;
-    ComingGradients coming;  // these two: none where it can't be trained
-    Accumulator accumulator;
-    bool travels = false;  // was trained when buckets were planned
+    Accumulator accumulator;  // none where it can't be trained
+    bool travels = false;     // was trained when buckets were planned
     size_t bucket = 0;
     size_t slot = 0;
     bool ready = false;

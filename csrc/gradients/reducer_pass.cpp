@@ -9,15 +9,6 @@
 // What a pass does; see NOTE [passes].
 namespace torchtp::gradients {
 
-// What the accumulator tells, too, unless it is one of which nobody was told.
-void Reducer::before_gradient(size_t index) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (in_pass_) return;
-  }
-  if (accumulates_into(parameters_[index].tensor)) before_accumulation();
-}
-
 void Reducer::before_accumulation() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (in_pass_) return;
@@ -238,7 +229,6 @@ void Reducer::finish() {
   for (Parameter& parameter : parameters_) {
     if (parameter.travels) hand_out(parameter);
   }
-  listen_to_parameters();
   ++statistics_.num_backwards;
   if (records_) measure();
   const std::vector<int> failures = buckets_.back().failed_ranks();
