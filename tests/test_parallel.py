@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_same_parameters, loss_of, make_images, make_optimizer, train_single
+from training import assert_same_gradients, assert_same_parameters, loss_of, make_images, make_optimizer, train_single
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -165,8 +165,7 @@ def _another_forward(when):
     loss_of(single(images, 2.0)).backward()
     loss_of(model(images[layout.data_rank : layout.data_rank + 1], 2.0)).backward()
     assert seen == [torch.Tensor, DTensor]
-    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(model, single)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -183,8 +182,7 @@ def _replaced():
         each[3] = nn.Sequential(nn.Conv2d(4, 2, 1), Scaled(), nn.Conv2d(2, 1, 1)).double()
         loss_of(each(make_images(0, 1))).backward()
     assert_same_parameters(model, single)
-    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(model, single)
     model[1].drop = nn.Identity()  # nothing to train
     model[2].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     loss_of(model(make_images(0, 1))).backward()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from training import assert_same_parameters, loss_of, make_images, make_optimizer, train_single
+from training import assert_same_gradients, assert_same_parameters, loss_of, make_images, make_optimizer, train_single
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -34,8 +34,7 @@ def _accumulate():
     assert not torch.equal(everybody[0], everybody[1])
     loss_of(model(make_images(1, 2)[mine])).backward()
     loss_of(model(make_images(2, 2)[mine])).backward()  # on top of what is reduced already
-    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(model, single)
 
 
 def test_accumulation_with_and_without_no_sync():
@@ -71,8 +70,7 @@ def _by_its_methods(cut, kind):
             each.encoder.requires_grad_(step != 2)
             each.zero_grad()
             loss_of(each.decode(each.encode(x))).backward()
-        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+        assert_same_gradients(model, single)
 
 
 @pytest.mark.parametrize("kind", ["made", "copied", "frozen at first"])
@@ -96,8 +94,7 @@ def _accumulate_by_its_methods():
             loss_of(single.decode(single.encode(images))).backward()
             with sync:
                 loss_of(model.decode(model.encode(images[layout.data_rank : layout.data_rank + 1]))).backward()
-        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+        assert_same_gradients(model, single)
 
 
 def test_methods_that_accumulate_train_what_was_frozen():
@@ -121,8 +118,7 @@ def _cast_and_thaw_for_a_method():
                 each.encoder.requires_grad_(step == 2)
                 each.decoder.requires_grad_(True)
                 loss_of(each.decode(each.encode(x))).backward()
-        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+        assert_same_gradients(model, single)
 
 
 def test_methods_train_what_was_cast_and_thawed_after_forward():
@@ -145,8 +141,7 @@ def _train_heads(single, models, layout):
             heads.zero_grad()
             for head in heads:
                 loss_of(head(x)).backward()
-        for mine, theirs in zip(models.parameters(), single.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+        assert_same_gradients(models, single)
 
 
 def _two_heads_of_one_encoder(remedy):
@@ -262,8 +257,7 @@ def _checkpointed(reentrant, wrap):
     wrapped = DistributedDataParallel(model, process_group=layout.group) if wrap else model
     torch.manual_seed(7)
     loss_of(wrapped(make_images(0, 3))).backward()
-    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(model, single)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -291,8 +285,7 @@ def _compiled(what):
             step = torch.compile(step, backend="eager")
         for _ in range(2):
             step()
-    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(model, single)
 
 
 @pytest.mark.parametrize("what", ["root", "blocks", "step"])
@@ -321,8 +314,7 @@ def _compiled_outside(what, backend):
         for size in (12, 18, 15):
             image = torch.randn(1, 2, size, size, generator=torch.Generator().manual_seed(size)).double()
             run(image, layout.shard(image[:, :1, : size // 2, : size // 2]))
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)
+    assert_same_gradients(*models)
 
 
 @pytest.mark.parametrize("what, backend", [("step", "aot_eager"), ("loss", "aot_eager"), ("loss", "inductor")])

@@ -42,3 +42,8 @@ def assert_same_parameters(model, single):
     for value, name in zip(mine.values(), names, strict=True):
         value = value.full_tensor() if isinstance(value, DTensor) else value
         torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text)
+
+
+def assert_same_gradients(model, single):
+    for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10)

@@ -38,7 +38,8 @@ class GradientReducer:
     """Makes `p.grad` of every parameter its mean over the ranks of `group` by the time `backward()` returns.
 
     `parameters` is a module, or an iterable of parameters or of (name, parameter); every parameter is a plain dense
-    leaf of any shape, dtype and strides; those that are frozen are left alone as long as they are, on all ranks alike. All ranks pass the same ones in the same order.
+    leaf of any shape, dtype and strides; frozen ones are left alone as long as they are, on all ranks alike. All ranks pass
+    the same ones in the same order.
     From the second backward on `p.grad` is a view of a bucket of at least `bucket_bytes` (the first bucket:
     `first_bucket_bytes`); on the backend torchtp the bucket lies in memory that all ranks share. `compression`
     ("none", "fp16", "bf16") is what fp32 and fp64 gradients travel as. With `average=False` the sum is taken instead of
@@ -115,9 +116,10 @@ class GradientReducer:
         return norm if norm is not None else torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
     def prepare(self) -> None:
-        """Call before forward where backward may fail, or parameters change their dtype or device, which all ranks do alike.
+        """Call before forward where backward may have failed, or parameters have got another dtype or device, on all ranks alike.
 
-        Waits for what a failed backward left under way, and sees gradients of what has changed come one by one again.
+        Waits for what a failed backward left under way. PyTorch gives a parameter that is cast another accumulator of
+        gradients, of which the reducer hears from here on: without this call its gradient may stay this rank's own.
         """
         self._reducer.prepare()
 
