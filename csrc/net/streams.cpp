@@ -57,6 +57,7 @@ struct Streams::Shared {
   std::vector<std::shared_ptr<Item>> dropped;  // and what was under way there; given back without the lock
   const Item* held = nullptr;                  // whose memory the thread reads or writes now
   bool asleep = false;                         // the thread: whoever has something for it rings
+  bool rung = false;                           // since the thread last began to look through the queues
   bool stopping = false;
   const Fd epoll = Fd::epoll();
   const Fd wake = Fd::event();
@@ -181,6 +182,7 @@ void Streams::Shared::tell_losses(std::unique_lock<std::mutex>& lock) {
 }
 
 void Streams::Shared::ring() {
+  rung = true;
   if (!std::exchange(asleep, false)) return;
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake.get(), &one, sizeof(one));
@@ -206,13 +208,13 @@ void Streams::Shared::wait_for_events() {
 void Streams::Shared::run() {
   std::unique_lock<std::mutex> lock(mutex);
   while (!stopping) {
-    bool moved = false;
+    bool moved = rung = false;
     for (auto& [peer, connection] : connections) {
       moved |= step(connection, true, lock);
       moved |= step(connection, false, lock);
     }
     tell_losses(lock);
-    if (moved || stopping) continue;
+    if (moved || rung || stopping) continue;  // who rang while the lock was not held has seen the thread awake
     asleep = true;
     lock.unlock();
     wait_for_events();

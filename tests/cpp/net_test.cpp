@@ -2,7 +2,9 @@
 // tests/test_hosts.py.
 #include <sys/socket.h>
 
+#include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -200,6 +202,34 @@ void waiting_ends_with_close() {
   });
 }
 
+// Whoever has been told that something has come posts an answer just when the thread looks for more and finds nothing.
+void a_message_posted_while_the_thread_looks_is_sent() {
+  constexpr int kRounds = 20'000;
+  run_threads(2, [](Bootstrap& bootstrap) {
+    const int other = 1 - bootstrap.rank();
+    std::atomic<int> num_come{0};
+    int word = -1;
+    const auto streams = connect(bootstrap);
+    std::function<void()> listen = [&] {
+      streams->receive(other, &word, sizeof(word), [&] {
+        listen();
+        num_come.fetch_add(1, std::memory_order_release);
+      });
+    };
+    listen();
+    const Deadline deadline(kSoon);
+    for (int i = 0; i < kRounds; ++i) {
+      const auto sent = streams->send(other, &i, sizeof(i));
+      while (num_come.load(std::memory_order_acquire) <= i) CHECK(!deadline.passed());
+      for (volatile int k = 0; k < i % 499; ++k) {
+      }
+      finish(*streams, sent);
+    }
+    CHECK_EQUAL(word, kRounds - 1);
+    bootstrap.all_gather("");
+  });
+}
+
 Fd knock(const std::string& introduction) {
   const std::string where = introduction.substr(0, introduction.rfind(' '));
   const Address address = Address::parse(where);
@@ -300,6 +330,7 @@ int main() {
       {"everybody to everybody, 4 ranks", [] { everybody_to_everybody(4); }},
       {"a peer that goes is a lost message", a_peer_that_goes_is_a_lost_message},
       {"a message given up ends its connection", a_message_given_up_ends_its_connection},
+      {"a message posted while the thread looks is sent", a_message_posted_while_the_thread_looks_is_sent},
       {"waiting ends with close", waiting_ends_with_close},
       {"strangers do not get in", strangers_do_not_get_in},
       {"a wrong door is an error", a_wrong_door_is_an_error},
