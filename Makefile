@@ -20,7 +20,7 @@ sources := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 formatted := $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' 2>/dev/null)
 say = @printf '\n\033[1m[torchtp]\033[0m %s\n'
 
-.PHONY: help env build demo test test-long lint format sdist release-cuda clean distclean
+.PHONY: help env build demo test test-long chaos lint format sdist release-cuda clean distclean
 
 help:  ## list the commands
 	@echo 'torchtp: train on images cut over several devices'
