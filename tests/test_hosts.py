@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import time
 
 import pytest
 import test_backend_collectives as moves
@@ -202,6 +203,42 @@ def _exchange(largest, steps):
 def test_slabs_arrive_over_hosts(hosts):
     hosts.run(_exchange, 3000, 20)
     hosts.run(_exchange, 400_000, 4)
+
+
+def _polled():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    following, before = (rank + 1) % size, (rank - 1) % size
+    for numel in (0, 3, 500_000):  # a large one goes when it has been asked for
+        for source in (before, None):
+            received = torch.zeros(numel)
+            sent = dist.isend(torch.full((numel,), float(rank)), following)
+            works = [dist.irecv(received, source), sent]
+            deadline = time.monotonic() + 60
+            while not all(work.is_completed() for work in works):
+                assert time.monotonic() < deadline
+            assert (received == before).all()
+            for work in works:
+                work.wait()
+            dist.barrier()
+
+
+def test_who_asks_for_messages_over_hosts_is_told_without_waiting(hosts):
+    hosts.run(_polled)
+
+
+def _futures():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    following, before = (rank + 1) % size, (rank - 1) % size
+    for numel in (3, 500_000):
+        sent = dist.isend(torch.full((numel,), float(rank)), following).get_future()  # nobody receives it yet
+        received = torch.zeros(numel)
+        doubled = dist.irecv(received, before).get_future().then(lambda future: 2 * future.value()[0].sum())
+        assert doubled.wait() == 2 * numel * before
+        sent.wait()
+
+
+def test_messages_over_hosts_have_futures(hosts):
+    hosts.run(_futures)
 
 
 def _subgroups():

@@ -68,6 +68,28 @@ def _group(seconds):
     return dist.new_group(timeout=datetime.timedelta(seconds=seconds))
 
 
+def _polled():
+    group = _group(30)
+    dist.barrier(group)
+    if dist.get_rank() == 3:
+        return dist.destroy_process_group(group)
+    deadline = time.monotonic() + 60
+
+    def ask():
+        work = dist.irecv(torch.zeros(5), 3, group=group)
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+        work.wait()
+
+    return _error_of(ask)
+
+
+def test_who_asks_for_a_message_of_a_rank_that_has_left_is_told(pairs):
+    errors = pairs.run(_polled)
+    assert errors.pop() is None
+    assert all("rank 3 left the group" in error for error in errors), errors
+
+
 def _death(folder, victim):
     group = _group(30)
     rank = dist.get_rank()

@@ -97,6 +97,10 @@ State HostLinks::look_at(const Message& message) {
   }
 }
 
+bool HostLinks::is_under_way(const MessagePtr& message) {
+  return mail_.wait(*message->mail, milliseconds(0)) == State::kUnderWay && !host_->aborted();
+}
+
 int HostLinks::wait(const MessagePtr& message, const Deadline& deadline, const std::string& call) {
   try {
     return wait_to_the_end(*message, deadline, call);

@@ -41,6 +41,8 @@ class HostLinks {
   MessagePtr send(int peer, int tag, net::Mail::Memory data, size_t num_bytes);
   MessagePtr receive(int peer, int tag, net::Mail::Memory data, size_t num_bytes);
 
+  // Whether waiting for what send() or receive() gave would take time.
+  bool is_under_way(const MessagePtr& message);
   // Returns the peer. `call`, for errors: "allreduce #7 (...)".
   int wait(const MessagePtr& message, const Deadline& deadline, const std::string& call);
 

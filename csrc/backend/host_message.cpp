@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "core/clock.h"
 #include "core/format.h"
 
 namespace torchtp::backend {
@@ -28,19 +29,14 @@ HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpTyp
 }
 
 bool HostMessage::wait(std::chrono::milliseconds timeout) {
-  end(timeout == kNoTimeout ? timeout_ : timeout);
+  if (claim()) {
+    begin_wait();
+    finish(timeout == kNoTimeout ? timeout_ : timeout);
+  }
   return Work::wait(kNoTimeout);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> HostMessage::getFuture() {
-  end(timeout_);
-  return TorchtpWork::getFuture();
-}
-
-void HostMessage::end(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(waiting_);
-  if (std::exchange(ended_, true)) return;
-  begin_wait();
+void HostMessage::finish(std::chrono::milliseconds timeout) {
   std::exception_ptr error;
   try {
     const char* const direction = receives_ ? " from " : " to ";

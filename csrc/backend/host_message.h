@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
 #include "backend/dense.h"
 #include "backend/host_links.h"
@@ -10,7 +9,7 @@
 namespace torchtp::backend {
 
 // A user's message between any two ranks of a group of several hosts. It moves by itself, but nobody is told of its
-// end: it is complete when somebody has waited for it, as with gloo.
+// end: it is complete when somebody has waited for it, or looked after it once it was there.
 class HostMessage : public MessageWork {
  public:
   // `peer` is -1 for any. A default timeout for wait().
@@ -19,18 +18,16 @@ class HostMessage : public MessageWork {
 
   bool wait(std::chrono::milliseconds timeout) override;
   int sourceRank() const override { return peer_; }
-  // Waits: nobody else would complete it.
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  void end(std::chrono::milliseconds timeout);
+  bool is_there() override { return !links_->is_under_way(message_); }
+  void finish_claimed() override { finish(timeout_); }
+  void finish(std::chrono::milliseconds timeout);
 
   const std::shared_ptr<HostLinks> links_;
   const bool receives_;
   const std::chrono::milliseconds timeout_;
   const int tag_;
-  std::mutex waiting_;
-  bool ended_ = false;
   int peer_;
   Dense dense_;
   HostLinks::MessagePtr message_;

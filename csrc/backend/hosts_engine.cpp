@@ -55,12 +55,15 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
-      links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank, std::move(fork_guard))) {}
+      links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank, std::move(fork_guard))),
+      watch_(std::make_shared<MessageWatch>()) {}
 
 HostsEngine::~HostsEngine() {
   if (host_->is_forked()) {
     ForkGuard::leave_as_it_is(links_);
+    ForkGuard::leave_as_it_is(watch_);
   } else {
+    watch_->stop();
     links_->close("");
   }
 }
@@ -87,6 +90,7 @@ void HostsEngine::abort(const std::string& why) noexcept {
 
 void HostsEngine::stop() {
   if (host_->is_forked()) return;
+  watch_->stop();
   links_->part();
   host_->leave();
 }
@@ -164,21 +168,22 @@ void HostsEngine::barrier(uint64_t sequence) {
 
 Engine::MessagePtr HostsEngine::send(const at::Tensor& tensor, int peer, int tag) {
   check_message(tensor, peer, tag, "send");
-  return c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::SEND, "torchtp:send", tensor, peer, tag,
-                                          milliseconds(timeout_ms_.load()));
+  return watch_->add(c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::SEND, "torchtp:send", tensor, peer,
+                                                      tag, milliseconds(timeout_ms_.load())));
 }
 
 Engine::MessagePtr HostsEngine::recv(const at::Tensor& tensor, int peer, int tag) {
   check_message(tensor, peer, tag, "recv");
-  return c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECV, "torchtp:recv", tensor, peer, tag,
-                                          milliseconds(timeout_ms_.load()));
+  return watch_->add(c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECV, "torchtp:recv", tensor, peer,
+                                                      tag, milliseconds(timeout_ms_.load())));
 }
 
 Engine::MessagePtr HostsEngine::recv_any(const at::Tensor& tensor, int tag) {
   const int anyone = rank_ == 0 ? size_ - 1 : 0;
   check_message(tensor, anyone, tag, "recv");
-  return c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECVANYSOURCE, "torchtp:recvAnySource", tensor,
-                                          -1, tag, milliseconds(timeout_ms_.load()));
+  return watch_->add(c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECVANYSOURCE,
+                                                      "torchtp:recvAnySource", tensor, -1, tag,
+                                                      milliseconds(timeout_ms_.load())));
 }
 
 void HostsEngine::check_message(const at::Tensor& tensor, int peer, int tag, const char* what) const {

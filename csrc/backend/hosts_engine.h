@@ -11,6 +11,7 @@
 
 #include "backend/engine.h"
 #include "backend/host_links.h"
+#include "backend/message_watch.h"
 #include "collectives/call.h"
 #include "collectives/pieces.h"
 
@@ -130,6 +131,7 @@ class HostsEngine : public Engine {
   const std::shared_ptr<shm::Group> host_;
   std::atomic<int64_t> timeout_ms_;
   const std::shared_ptr<HostLinks> links_;
+  const std::shared_ptr<MessageWatch> watch_;
   // Of even and odd blocks of an allreduce: what arrives from other hosts, or the sums of this host, which are on their
   // way while what arrives is added to them. Kept: memory of this size costs a trap a page whenever it is new.
   std::array<at::Tensor, 2> between_;

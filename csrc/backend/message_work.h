@@ -4,10 +4,8 @@
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <utility>
 
 #include "backend/work.h"
-#include "core/clock.h"
 
 namespace torchtp::backend {
 
@@ -20,44 +18,35 @@ struct MessageEnd {
   int64_t waited_from_ns = 0;  // when a thread of the program began to wait for it; 0: none has
 };
 
-// A message under way, of which somebody may want to hear how it went.
+// A message under way, of which somebody may want to hear how it went. Whoever claims it (a waiter, or MessageWatch)
+// finishes it.
 class MessageWork : public TorchtpWork {
  public:
   using Observer = std::function<void(const MessageEnd&)>;
   using TorchtpWork::TorchtpWork;
 
   // Called once, before those who wait for the message go on; now if it has ended.
-  void observe(Observer observer) {
-    {
-      std::lock_guard<std::mutex> lock(end_mutex_);
-      if (!ended_) {
-        observer_ = std::move(observer);
-        return;
-      }
-    }
-    observer(end_);
-  }
+  void observe(Observer observer);
+
+  // Finishes the message if that takes no waiting. True once it is finished, or somebody is waiting for it.
+  bool advance();
+  void fail(std::exception_ptr error);  // unless somebody is waiting for it
+
+  bool isCompleted() override;
 
  protected:
-  void begin_wait() {
-    int64_t none = 0;
-    if (waited_from_ns_.load() == 0) waited_from_ns_.compare_exchange_strong(none, now_ns());
-  }
+  // Whether finish_claimed() would take no waiting; asked while the message is not claimed. Must not throw.
+  virtual bool is_there() = 0;
+  // Waits and completes; called once.
+  virtual void finish_claimed() = 0;
 
-  void complete(MessageEnd end) {
-    end.waited_from_ns = waited_from_ns_.load();
-    Observer observer;
-    {
-      std::lock_guard<std::mutex> lock(end_mutex_);
-      end_ = end;
-      ended_ = true;
-      observer = std::move(observer_);
-    }
-    if (observer) observer(end);
-    TorchtpWork::complete(std::move(end.error));
-  }
+  bool claim();
+  void begin_wait();
+  void complete(MessageEnd end);
 
  private:
+  std::mutex claim_mutex_;
+  bool claimed_ = false;
   std::atomic<int64_t> waited_from_ns_{0};
   std::mutex end_mutex_;  // of the members below
   bool ended_ = false;
