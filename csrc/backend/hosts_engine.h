@@ -130,6 +130,7 @@ class HostsEngine : public Engine {
   const int num_pieces_;
   const std::shared_ptr<shm::Group> host_;
   std::atomic<int64_t> timeout_ms_;
+  // Both have threads, so a forked child keeps them as they are, longer than the engine.
   const std::shared_ptr<HostLinks> links_;
   const std::shared_ptr<MessageWatch> watch_;
   // Of even and odd blocks of an allreduce: what arrives from other hosts, or the sums of this host, which are on their

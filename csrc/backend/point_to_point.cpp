@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "backend/dense.h"
-#include "core/error.h"
 
 namespace torchtp::backend {
 
