@@ -18,8 +18,6 @@ using shm::kRingUnit;
 
 namespace {
 
-constexpr size_t kPieceBytes = size_t{128} << 10;
-
 // Goes before every message, one unit of the ring.
 struct alignas(kRingUnit) Header {
   uint64_t num_bytes;
@@ -27,6 +25,7 @@ struct alignas(kRingUnit) Header {
   uint64_t ticket;
   int64_t began_ns;
   uint32_t layout;
+  Staging::Ways ways;
 };
 
 struct Outgoing {
@@ -34,6 +33,7 @@ struct Outgoing {
   Send send;
   size_t done;
   bool begun;
+  Staging::Ways ways;
 };
 
 struct Incoming {
@@ -42,6 +42,7 @@ struct Incoming {
   size_t done;
   bool begun;
   uint32_t layout;
+  Staging::Ways ways;
 };
 
 struct Peer {
@@ -78,17 +79,18 @@ struct ShmExchange::State {
       if (!message.begun) peer.writer.begin_message();
       while (!message.begun || message.done < num_bytes) {
         const size_t header_bytes = message.begun ? 0 : sizeof(Header);
-        const size_t wanted = std::min(num_bytes - message.done, kPieceBytes);
+        const size_t wanted = Staging::piece_of_message(num_bytes, message.done);
         size_t room = header_bytes + wanted;
         std::byte* const place = peer.writer.room(room);
         if (room < std::max<size_t>(header_bytes, 1)) return;
         if (!message.begun) {
-          const Header header{num_bytes, ++peer.sent, message.ticket, now_ns(), message.send.layout};
+          message.ways = staging.ways_of_message(num_bytes);
+          const Header header{num_bytes, ++peer.sent, message.ticket, now_ns(), message.send.layout, message.ways};
           std::memcpy(place, &header, sizeof(header));
           message.begun = true;
         }
         const size_t piece = std::min(room - header_bytes, wanted);
-        if (piece > 0) pack(*message.send.source, message.done, place + header_bytes, piece);
+        if (piece > 0) pack(message, place + header_bytes, piece);
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kExchange);
@@ -100,12 +102,13 @@ struct ShmExchange::State {
   }
 
   // By way of memory that stays in the first-level cache: sources may write in small bits, which must not go past it.
-  void pack(const Source& source, size_t offset, std::byte* out, size_t num_bytes) {
-    const Staging::Copy way(staging, num_bytes);
-    if (!way.past()) return source.read(offset, out, num_bytes);
+  void pack(const Outgoing& message, std::byte* out, size_t num_bytes) {
+    const Source& source = *message.send.source;
+    const Staging::Copy way(staging, Staging::Side::kWrite, message.ways, message.done, num_bytes);
+    if (!way.past()) return source.read(message.done, out, num_bytes);
     for (size_t done = 0; done < num_bytes; done += scratch.size()) {
       const size_t part = std::min(scratch.size(), num_bytes - done);
-      source.read(offset + done, scratch.data(), part);
+      source.read(message.done + done, scratch.data(), part);
       stream_copy(out + done, scratch.data(), part);
     }
   }
@@ -127,13 +130,17 @@ struct ShmExchange::State {
           std::memcpy(&header, place, sizeof(header));
           check(from, message, header);
           message.layout = header.layout;
+          message.ways = header.ways;
           if (header.began_ns > ticket.last.began_ns) ticket.last = {from, header.began_ns};
           message.begun = true;
           header_bytes = sizeof(header);
           place += header_bytes;
         }
-        const size_t piece = std::min({news - header_bytes, num_bytes - message.done, kPieceBytes});
-        if (piece > 0) message.receive.sink->write(message.layout, message.done, place, piece);
+        const size_t piece = std::min(news - header_bytes, Staging::piece_of_message(num_bytes, message.done));
+        if (piece > 0) {
+          const Staging::Copy timed(staging, Staging::Side::kRead, message.ways, message.done, piece);
+          message.receive.sink->write(message.layout, message.done, place, piece);
+        }
         message.done += piece;
         peer.reader.consume(header_bytes + (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
         group.notify(from, Channel::kExchange);
@@ -264,12 +271,12 @@ uint64_t ShmExchange::start(std::vector<Send> sends, std::vector<Receive> receiv
     under_way.sends_left = sends.size();
     for (Receive& receive : receives) {
       under_way.receive_order.push_back(receive.peer);
-      state_->peers.at(receive.peer).incoming.push_back({ticket, std::move(receive), 0, false, 0});
+      state_->peers.at(receive.peer).incoming.push_back({ticket, std::move(receive), 0, false, 0, {}});
     }
     std::sort(under_way.receive_order.begin(), under_way.receive_order.end());
     for (Send& send : sends) {
       const int peer = send.peer;
-      state_->peers.at(peer).outgoing.push_back({ticket, std::move(send), 0, false});
+      state_->peers.at(peer).outgoing.push_back({ticket, std::move(send), 0, false, {}});
       state_->push(peer);
     }
     return ticket;

@@ -17,7 +17,6 @@ namespace torchtp::shm {
 namespace {
 
 constexpr int kAnyPeer = -1;
-constexpr size_t kPieceBytes = size_t{128} << 10;
 
 // Goes before every message, one unit of the ring.
 struct alignas(kRingUnit) Header {
@@ -25,6 +24,7 @@ struct alignas(kRingUnit) Header {
   uint64_t sequence;
   int64_t began_ns;
   int32_t tag;
+  Staging::Ways ways;
 };
 
 struct Outgoing {
@@ -34,6 +34,7 @@ struct Outgoing {
   size_t num_bytes;
   size_t done;
   bool begun;
+  Staging::Ways ways;
   Mailbox::Passage passage;
   bool is_stuck;  // has found no room
 };
@@ -58,6 +59,7 @@ struct Incoming {
   bool wanted = false;
   Mailbox::Ticket ticket = 0;
   Mailbox::Passage passage;
+  Staging::Ways ways;
   int32_t tag = 0;
   std::byte* data = nullptr;
   size_t num_bytes = 0;
@@ -112,13 +114,14 @@ struct Mailbox::State {
       if (!message.begun) peer.writer.begin_message();
       while (!message.begun || message.done < message.num_bytes) {
         const size_t header_bytes = message.begun ? 0 : sizeof(Header);
-        const size_t wanted = std::min(message.num_bytes - message.done, kPieceBytes);
+        const size_t wanted = Staging::piece_of_message(message.num_bytes, message.done);
         size_t room = header_bytes + wanted;
         std::byte* const place = peer.writer.room(room);
         if (!has_room(message, room, std::max<size_t>(header_bytes, 1))) return;
         if (!message.begun) begin(peer, message, place);
         const size_t piece = std::min(room - header_bytes, wanted);
-        staging.copy(place + header_bytes, message.data + message.done, piece);
+        Staging::Copy(staging, Staging::Side::kWrite, message.ways, message.done, piece)
+            .run(place + header_bytes, message.data + message.done);
         message.done += piece;
         peer.writer.publish(room);
         group.notify(to, Channel::kMailbox);
@@ -128,9 +131,10 @@ struct Mailbox::State {
     }
   }
 
-  static void begin(Peer& peer, Outgoing& message, std::byte* place) {
+  void begin(Peer& peer, Outgoing& message, std::byte* place) {
     message.passage.number = ++peer.sent;
-    const Header header{message.num_bytes, message.passage.number, now_ns(), message.tag};
+    message.ways = staging.ways_of_message(message.num_bytes);
+    const Header header{message.num_bytes, message.passage.number, now_ns(), message.tag, message.ways};
     std::memcpy(place, &header, sizeof(header));
     message.begun = true;
   }
@@ -170,6 +174,7 @@ struct Mailbox::State {
     Incoming& incoming = peer.incoming;
     incoming.active = true;
     incoming.passage = {header.sequence, header.began_ns};
+    incoming.ways = header.ways;
     incoming.tag = header.tag;
     incoming.num_bytes = header.num_bytes;
     const auto match =
@@ -201,8 +206,10 @@ struct Mailbox::State {
           header_bytes = sizeof(header);
           place += header_bytes;
         }
-        const size_t piece = std::min({news - header_bytes, incoming.num_bytes - incoming.done, kPieceBytes});
+        const size_t piece =
+            std::min(news - header_bytes, Staging::piece_of_message(incoming.num_bytes, incoming.done));
         if (incoming.wanted) {
+          const Staging::Copy timed(staging, Staging::Side::kRead, incoming.ways, incoming.done, piece);
           result_copy(incoming.data + incoming.done, place, piece, incoming.num_bytes);
         } else {  // grows with what comes, whatever length the header claims
           incoming.aside.insert(incoming.aside.end(), place, place + piece);
@@ -284,7 +291,7 @@ Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size
   return guarded([&] {
     const Ticket ticket = state_->add(peer, tag, num_bytes, true);
     state_->peers[peer].outgoing.push_back(
-        {ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false, {}, false});
+        {ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false, {}, {}, false});
     state_->push(peer);
     return ticket;
   });

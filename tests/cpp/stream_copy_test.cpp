@@ -9,6 +9,7 @@
 namespace {
 
 using torchtp::Staging;
+using Side = Staging::Side;
 
 template <typename Copy>
 void every_length_is_copied_and_nothing_else(const Copy& copy) {
@@ -31,7 +32,7 @@ void the_faster_way_is_kept() {
   for (const bool before : {false, true}) {
     for (const bool faster : {false, true}) {
       Staging staging(before);
-      for (int i = 0; i < 64; ++i) staging.took(i % 2 != 0, (i % 2 != 0) == faster ? 1.0 : 2.0);
+      for (int i = 0; i < 64; ++i) staging.took(Side::kWrite, i % 2 != 0, (i % 2 != 0) == faster ? 1.0 : 2.0);
       CHECK_EQUAL(staging.past(), faster);
     }
   }
@@ -41,9 +42,38 @@ void one_that_was_held_up_does_not_count() {
   Staging staging(true);
   for (int i = 0; i < 16; ++i) {
     const bool past = i % 2 != 0;
-    staging.took(past, i < 10 && !past ? 1000.0 : (past ? 2.0 : 1.0));
+    staging.took(Side::kWrite, past, i < 10 && !past ? 1000.0 : (past ? 2.0 : 1.0));
   }
   CHECK_EQUAL(staging.past(), false);
+}
+
+// What is slower to write and quicker to read by more; a single read that was quick tells nothing.
+void what_it_costs_to_read_counts() {
+  for (const int reads : {1, 8}) {
+    Staging staging(true);
+    for (int i = 0; i < 2 * reads; ++i) staging.took(Side::kRead, i % 2 != 0, i % 2 != 0 ? 1.0 : 3.0);
+    for (int i = 0; i < 16; ++i) staging.took(Side::kWrite, i % 2 != 0, i % 2 != 0 ? 2.0 : 1.0);
+    CHECK_EQUAL(staging.past(), reads == 8);
+  }
+}
+
+// Who reads a message knows the way of each piece that its writer took, and which ones are trials.
+void a_message_tells_its_ways() {
+  if (!torchtp::kCanStream) return;
+  constexpr size_t kBytes = 40 * Staging::kPieceBytes + 5;
+  Staging staging(true);
+  const Staging::Ways ways = staging.ways_of_message(kBytes);
+  int trials = 0, past = 0;
+  for (size_t done = 0; done < kBytes; done += Staging::piece_of_message(kBytes, done)) {
+    trials += ways.is_trial(done);
+    past += ways.past(done);
+    CHECK_EQUAL(ways.past(done), ways.past(done + Staging::piece_of_message(kBytes, done) - 1));
+  }
+  CHECK_EQUAL(trials, 18);
+  CHECK(past >= 8 + 23 && past <= 10 + 23);
+  CHECK_EQUAL(Staging::piece_of_message(kBytes, 40 * Staging::kPieceBytes), size_t{5});
+  CHECK_EQUAL(Staging::piece_of_message(kBytes, 3), Staging::kPieceBytes - 3);
+  CHECK_EQUAL(Staging::piece_of_message(0, 0), size_t{0});
 }
 
 // Few of many large copies are those of a trial; what a small one does follows from the last.
@@ -80,6 +110,8 @@ int main() {
        }},
       {"the faster way is kept", the_faster_way_is_kept},
       {"one that was held up does not count", one_that_was_held_up_does_not_count},
+      {"what it costs to read counts", what_it_costs_to_read_counts},
+      {"a message tells its ways", a_message_tells_its_ways},
       {"trials are few and take both ways", trials_are_few_and_take_both_ways},
   });
 }
