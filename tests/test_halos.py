@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -87,6 +88,29 @@ def _two_dims(seed: int) -> None:
         columns = _beside(_owned(extents[3], 2, ranks[1]), wanted, extents[3])
         for found, part in zip((left, right), columns, strict=True):
             _same(found, tall, 3, part, wanted)
+
+
+def _few_columns() -> None:
+    rank = dist.get_rank()
+    group = Sharding((2,), (3,)).groups[0]
+    full = torch.arange(2 * 4 * 2000 * 300).remainder(101).reshape(2, 4, 2000, 300)
+    for reach, dtype in itertools.product(
+        (1, 2, 3, 4, 5, 8), (torch.float32, torch.float64, torch.bfloat16, torch.int8)
+    ):
+        mine = full[..., 150 * rank : 150 * rank + 150].to(dtype)
+        begins, ends = [0, 150 - reach], [150 + reach, 300]
+        pulled = torch.ops.torchtp.pull(mine, 3, 300, begins, ends, group)
+        assert torch.equal(pulled, full[..., begins[rank] : ends[rank]].to(dtype))
+        pushed = torch.ops.torchtp.push_add(pulled, 3, 300, begins, ends, group)
+        mine[..., 150 - reach :] *= 1 + (rank == 0)
+        mine[..., :reach] *= 1 + (rank == 1)
+        assert torch.equal(pushed, mine)
+
+
+# Runs of a few bytes far apart, in messages of several pieces whose ends fall into a run.
+@pytest.mark.parametrize("backend", ["torchtp", "gloo"])
+def test_few_columns_of_a_wide_image(backend):
+    run_ranks(_few_columns, 2, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["torchtp", "gloo"])

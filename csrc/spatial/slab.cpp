@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#include "spatial/blocks.h"
 #include "spatial/slab_place.h"
 
 namespace torchtp::spatial {
@@ -23,53 +24,6 @@ SlabFormat layout_of(const at::Tensor& tensor) {
 at::MemoryFormat format_of(uint32_t layout) {
   if (layout == kChannelsLast) return at::MemoryFormat::ChannelsLast;
   return layout == kChannelsLast3d ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::Contiguous;
-}
-
-// Rows of a dense tensor's dim: `num_blocks` runs of `block_bytes`, `stride_bytes` apart.
-struct Blocks {
-  std::byte* data;
-  size_t num_blocks;
-  size_t block_bytes;
-  size_t stride_bytes;
-
-  size_t num_bytes() const { return num_blocks * block_bytes; }
-
-  // Calls run(memory, offset in the payload, bytes) for each contiguous piece of payload [offset, offset + num_bytes).
-  template <typename Run>
-  void for_each(size_t offset, size_t num_bytes, const Run& run) const {
-    if (num_bytes == 0) return;
-    size_t block = offset / block_bytes, inside = offset % block_bytes, done = 0;
-    while (done < num_bytes) {
-      const size_t piece = std::min(block_bytes - inside, num_bytes - done);
-      run(data + block * stride_bytes + inside, done, piece);
-      done += piece;
-      inside = 0;
-      ++block;
-    }
-  }
-};
-
-template <size_t kNumBytes>
-void copy_fixed(std::byte* to, const std::byte* from) {
-  std::memcpy(to, from, kNumBytes);
-}
-
-// A halo of a few columns is many thousand runs of a few bytes, for which a call of memcpy takes longer than the copy.
-void copy_run(std::byte* to, const std::byte* from, size_t num_bytes) {
-  switch (num_bytes) {
-    case 4:
-      return copy_fixed<4>(to, from);
-    case 8:
-      return copy_fixed<8>(to, from);
-    case 12:
-      return copy_fixed<12>(to, from);
-    case 16:
-      return copy_fixed<16>(to, from);
-    case 24:
-      return copy_fixed<24>(to, from);
-    default:
-      std::memcpy(to, from, num_bytes);
-  }
 }
 
 // From the sizes, not the strides: the stride of a dim of size 1 means nothing.
@@ -119,7 +73,7 @@ class RowsSource : public exchange::Source {
   RowsSource(const at::Tensor& tensor, const Blocks& blocks) : tensor_(tensor), blocks_(blocks) {}
   void read(size_t offset, std::byte* out, size_t num_bytes) const override {
     blocks_.for_each(offset, num_bytes,
-                     [&](const std::byte* from, size_t at, size_t bytes) { copy_run(out + at, from, bytes); });
+                     [&](const std::byte* from, size_t at, auto bytes) { std::memcpy(out + at, from, bytes); });
   }
 
  private:
@@ -135,10 +89,7 @@ class RowsSink : public exchange::Sink {
       : tensor_(tensor), dim_(dim), rows_(rows), blocks_(blocks_of(tensor, dim, rows)), layout_(layout_of(tensor)) {}
 
   void write(uint32_t layout, size_t offset, const std::byte* in, size_t num_bytes) override {
-    if (layout == layout_) {
-      blocks_.for_each(offset, num_bytes, [&](std::byte* to, size_t at, size_t bytes) { merge(to, in + at, bytes); });
-      return;
-    }
+    if (layout == layout_) return merge(blocks_, offset, in, num_bytes);
     at::Tensor target = tensor_.narrow(dim_, rows_.begin, rows_.size());
     if (!foreign_.defined()) foreign_ = at::empty(target.sizes(), target.options(), format_of(layout));
     std::memcpy(static_cast<std::byte*>(foreign_.data_ptr()) + offset, in, num_bytes);
@@ -146,7 +97,9 @@ class RowsSink : public exchange::Sink {
   }
 
  protected:
-  virtual void merge(std::byte* to, const std::byte* from, size_t num_bytes) { copy_run(to, from, num_bytes); }
+  virtual void merge(const Blocks& blocks, size_t offset, const std::byte* in, size_t num_bytes) {
+    blocks.for_each(offset, num_bytes, [&](std::byte* to, size_t at, auto bytes) { std::memcpy(to, in + at, bytes); });
+  }
   virtual void merge_tensor(at::Tensor& to, const at::Tensor& from) { to.copy_(from); }
 
   at::Tensor tensor_;
@@ -160,17 +113,19 @@ class RowsSink : public exchange::Sink {
 };
 
 template <typename T>
-void add_elements(std::byte* to, const std::byte* from, size_t num_bytes) {
-  T* target = reinterpret_cast<T*>(to);
-  const T* source = reinterpret_cast<const T*>(from);
-  for (size_t i = 0; i < num_bytes / sizeof(T); ++i) target[i] = target[i] + source[i];
+void add_blocks(const Blocks& blocks, size_t offset, const std::byte* in, size_t num_bytes) {
+  blocks.for_each(offset, num_bytes, [&](std::byte* to, size_t at, auto bytes) {
+    T* const target = reinterpret_cast<T*>(to);
+    const T* const source = reinterpret_cast<const T*>(in + at);
+    for (size_t i = 0; i < bytes / sizeof(T); ++i) target[i] = target[i] + source[i];
+  });
 }
 
-using AddElements = void (*)(std::byte*, const std::byte*, size_t);
+using AddBlocks = void (*)(const Blocks&, size_t, const std::byte*, size_t);
 
-AddElements add_elements_of(at::ScalarType type) {
-  AddElements add = nullptr;
-  AT_DISPATCH_V2(type, "push_add", AT_WRAP([&] { add = &add_elements<scalar_t>; }), AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX),
+AddBlocks add_blocks_of(at::ScalarType type) {
+  AddBlocks add = nullptr;
+  AT_DISPATCH_V2(type, "push_add", AT_WRAP([&] { add = &add_blocks<scalar_t>; }), AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX),
                  at::kHalf, at::kBFloat16);
   return add;
 }
@@ -178,14 +133,16 @@ AddElements add_elements_of(at::ScalarType type) {
 class AddingSink : public RowsSink {
  public:
   AddingSink(const at::Tensor& tensor, int64_t dim, const Interval& rows)
-      : RowsSink(tensor, dim, rows), add_(add_elements_of(tensor.scalar_type())) {}
+      : RowsSink(tensor, dim, rows), add_(add_blocks_of(tensor.scalar_type())) {}
 
  protected:
-  void merge(std::byte* to, const std::byte* from, size_t num_bytes) override { add_(to, from, num_bytes); }
+  void merge(const Blocks& blocks, size_t offset, const std::byte* in, size_t num_bytes) override {
+    add_(blocks, offset, in, num_bytes);
+  }
   void merge_tensor(at::Tensor& to, const at::Tensor& from) override { to.add_(from); }
 
  private:
-  AddElements add_;
+  AddBlocks add_;
 };
 
 }  // namespace
