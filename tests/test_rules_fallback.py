@@ -28,7 +28,6 @@ def cut_image(requires_grad=False):
 
 
 CASES = {
-    "softmax_w": lambda x: x.softmax(3),
     "cumsum_w": lambda x: x.cumsum(3).sin(),
     "sort_w": lambda x: x.sort(3).values,
     "unfold": lambda x: F.unfold(x, 3),

@@ -21,6 +21,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     reduction,
     shape,
     slicing,
+    softmax,
     view,
 )
 from torchtp.dtensor.notice import GatherError, GatherWarning, UncutWarning, strict

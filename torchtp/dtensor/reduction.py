@@ -77,11 +77,11 @@ class Reduced:
         return tuple(Partial() if axis in self.axes else p for axis, p in enumerate(self.placements))
 
 
-def _taken(tensor: Any) -> bool:
+def taken(tensor: Any) -> bool:
     return is_spatial(tensor) and not has_strided_shard(tensor)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """What 16-bit floats are summed in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -90,7 +90,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = _named(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
     local = aten.sum.dim_IntList(to.local, to.dims, keepdim, dtype=dtype)
@@ -103,17 +103,17 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def mean_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = _named(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
     dtype = named.get("dtype") or tensor.dtype
-    local = aten.sum.dim_IntList(to.local, to.dims, keepdim, dtype=_wide(dtype))
+    local = aten.sum.dim_IntList(to.local, to.dims, keepdim, dtype=wide(dtype))
     return to.wrap(to.total(local).div(to.count).to(dtype))
 
 
 def _moments(to: Reduced, correction: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean over the dims, these kept."""
-    values = to.local.to(_wide(to.local.dtype))
+    values = to.local.to(wide(to.local.dtype))
     average = to.total(values.sum(to.dims, keepdim=True)).div(to.count)
     squares = to.total((values - average).square().sum(to.dims, keepdim=True))
     return squares.div(max(0.0, to.count - correction)), average
@@ -122,7 +122,7 @@ def _moments(to: Reduced, correction: float) -> tuple[torch.Tensor, torch.Tensor
 @spatial_rule("var.correction", "std.correction", "var_mean.correction", "std_mean.correction")
 def var(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims, correction, keepdim = bound(op, args, kwargs)
-    if not _taken(tensor) or tensor.is_complex():
+    if not taken(tensor) or tensor.is_complex():
         return unruled(op, args, kwargs)
     to = Reduced(tensor, dims, keepdim)
     variance, average = _moments(to, 1 if correction is None else correction)
@@ -140,7 +140,7 @@ _LOWEST = {"max": "min", "min": "max"}
 def _extreme(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], which: str) -> Any:
     named = _named(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
     local = to.local
@@ -179,7 +179,7 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = _named(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
     order = named.get("ord", named.get("p"))
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     order = 2.0 if order is None else float(order)
     to = Reduced(tensor, named.get("dim"), keepdim)
@@ -189,19 +189,19 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _extreme(aten.amax.default, (abs(tensor), to.dims, keepdim), {}, which)
     if order == 0:
         return to.wrap(to.total((magnitude != 0).to(magnitude.dtype).sum(to.dims, keepdim=keepdim)))
-    power = magnitude.to(_wide(magnitude.dtype)).pow(order).sum(to.dims, keepdim=keepdim)
+    power = magnitude.to(wide(magnitude.dtype)).pow(order).sum(to.dims, keepdim=keepdim)
     return to.wrap(to.total(power).pow(1 / order).to(magnitude.dtype))
 
 
 @spatial_rule(
-    "_softmax", "_log_softmax", "cumsum", "cumprod", "argmax", "argmin", "max.dim", "min.dim", "sort", "sort.stable",
-    "topk", "prod.dim_int", "logsumexp", "glu", "median.dim", "logcumsumexp", "cummax", "cummin", "kthvalue",
+    "cumsum", "cumprod", "argmax", "argmin", "max.dim", "min.dim", "sort", "sort.stable",
+    "topk", "prod.dim_int", "glu", "median.dim", "logcumsumexp", "cummax", "cummin", "kthvalue",
 )  # fmt: skip
 def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ops along one dim: local where that dim is whole."""
     named = _named(op, args, kwargs)
     tensor, dims = named["self"], named.get("dim")
-    if not _taken(tensor) or dims is None:
+    if not taken(tensor) or dims is None:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
@@ -210,11 +210,11 @@ def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _wrapped_like(op(local, *args[1:], **kwargs), tensor, local, dims, mesh, placements)
 
 
-@spatial_rule("_softmax_backward_data", "_log_softmax_backward_data", "glu_backward")
+@spatial_rule("glu_backward")
 def along_whole_dim_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     tensor, dim = args[1], args[names.index("dim")] % args[1].dim()
-    if not _taken(tensor):
+    if not taken(tensor):
         return unruled(op, args, kwargs)
     _, mesh, placements = summed(tensor)
     if any(plain_shard(p) and p.dim == dim for p in placements):

@@ -1,0 +1,87 @@
+"""Softmax, its logarithm and logsumexp of cut DTensors: along a cut dim the ranks share largest values and sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import cut_locally, wrap
+from torchtp.dtensor.reduction import Reduced, along_whole_dim, along_whole_dim_backward, taken, wide
+from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.shape import summed
+from torchtp.dtensor.upstream import DTensor, Op, local_of, plain_shard, redistributed, spec_of
+
+
+def _is_cut_along(tensor: Any, dims: Any) -> bool:
+    if not taken(tensor):
+        return False
+    of = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    return any(plain_shard(placement) and placement.dim in of for placement in summed(tensor)[2])
+
+
+def _like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    _, mesh, placements = summed(tensor)
+    return wrap(local, mesh, placements, tensor.shape)
+
+
+class _Exponentials:
+    """exp(x - m) of this rank's values, and the sum over the whole of `dims`, kept; m: the largest value there."""
+
+    def __init__(self, to: Reduced, values: torch.Tensor, infinite: bool):
+        largest = self._largest(to, values)
+        # Of nothing but infinities softmax is NaN; logsumexp is the infinity.
+        self.largest = largest.masked_fill(largest.isinf(), 0) if infinite else largest
+        self.shifted = values - self.largest
+        self.values = self.shifted.exp()
+        self.total = to.total(self.values.sum(to.dims, keepdim=True))
+
+    @staticmethod
+    def _largest(to: Reduced, values: torch.Tensor) -> torch.Tensor:
+        if all(values.size(dim) for dim in to.dims):
+            return to.total(values.amax(to.dims, keepdim=True), "max")
+        sizes = [1 if dim in to.dims else size for dim, size in enumerate(values.shape)]
+        return to.total(values.new_full(sizes, -math.inf), "max")
+
+
+@spatial_rule("_softmax", "_log_softmax")
+def softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, widens = bound(op, args, kwargs)
+    if not _is_cut_along(tensor, dim):
+        return along_whole_dim(op, args, kwargs)
+    to = Reduced(tensor, dim, keepdim=True)
+    of = _Exponentials(to, to.local.to(wide(to.local.dtype)), infinite=False)
+    result = of.shifted - of.total.log() if "log" in op.name() else of.values / of.total
+    return _like(result.to(torch.float32 if widens else to.local.dtype), tensor)
+
+
+@spatial_rule("logsumexp")
+def logsumexp(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dims, keepdim = bound(op, args, kwargs)
+    if not _is_cut_along(tensor, dims) or not tensor.is_floating_point():
+        return along_whole_dim(op, args, kwargs)
+    to = Reduced(tensor, dims, keepdim)
+    of = _Exponentials(to, to.local.to(wide(to.local.dtype)), infinite=True)
+    result = of.total.log().add(of.largest).to(to.local.dtype)
+    return to.wrap(result if keepdim else result.squeeze(to.dims))
+
+
+@spatial_rule("_softmax_backward_data", "_log_softmax_backward_data")
+def softmax_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, output, dim, dtype = bound(op, args, kwargs)
+    if not _is_cut_along(output, dim):
+        return along_whole_dim_backward(op, args, kwargs)
+    to = Reduced(output, dim, keepdim=True)
+    made = to.local.to(wide(to.local.dtype))
+    _, mesh, placements = summed(output)
+    if isinstance(grad, DTensor):
+        given = redistributed(local_of(grad), spec_of(grad), placements).to(made.dtype)
+    else:
+        given = cut_locally(grad, mesh, placements).to(made.dtype)
+    if "log" in op.name():
+        result = given - made.exp() * to.total(given.sum(to.dims, keepdim=True))
+    else:
+        product = given * made
+        result = product - made * to.total(product.sum(to.dims, keepdim=True))
+    return _like(result.to(dtype), output)
