@@ -39,7 +39,9 @@ CASES = {
     "flatten": lambda x: x.flatten(1).sin(),
     "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.linspace(-1, 1, 12).double().view(3, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),
-    "grid_sample": lambda x: F.grid_sample(x, torch.linspace(-1, 1, 80).double().view(2, 4, 5, 2), align_corners=False),
+    "grid_sample": lambda x: F.grid_sample(
+        x, torch.linspace(-1, 1, 80).double().view(2, 4, 5, 2), mode="nearest", align_corners=False
+    ),
     "rrelu": lambda x: F.rrelu(x, 0.25, 0.25, training=True),  # writes its slopes and returns something else
     "fractional_pool": lambda x: F.fractional_max_pool2d(
         x, 2, (4, 5), _random_samples=torch.full((2, 4, 2), 0.3).double()

@@ -5,6 +5,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     collectives,
     convolution,
     fallback,
+    grid_sample,
     indexing,
     interpolate,
     layer_norm,

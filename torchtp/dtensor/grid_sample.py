@@ -1,0 +1,200 @@
+"""F.grid_sample of cut images: each rank pulls the rows and columns that its part of the grid points at, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, axes_of, cut_of, wrap
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.reduction import all_reduced, wide
+from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Partial,
+    Replicate,
+    Shard,
+    local_of,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+aten, ops = torch.ops.aten, torch.ops.torchtp
+
+_OF_INPUT, _OF_GRID = (0, None, 2, 3), (0, 2, 3, None)
+_NEAREST, _BICUBIC = 1, 2
+_REFLECTION = 2
+_OF_CUDNN = (0, 0, True)  # bilinear, zeros beside the image, corners aligned
+_NOBODY = -(1 << 62)  # less than any begin or end
+
+
+@dataclass
+class _Pulled:
+    """The window of the input that this rank samples, its own part of the grid in the window's coordinates."""
+
+    mesh: DeviceMesh
+    placements: Placements  # of the input, and of the output
+    grid_placements: Placements
+    window: torch.Tensor
+    grid: torch.Tensor
+    scale: torch.Tensor  # of the gradient from the window's coordinates to the image's
+    pulls: list[tuple[int, int, list[int], list[int], str]]  # what ops.pull was given, in order
+
+    def give_back(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of this rank's part of the input, from that of its window."""
+        for pull in reversed(self.pulls):
+            grad = ops.push_add(grad, *pull)
+        return grad
+
+
+def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements] | None:
+    """The mesh, and how the input and the grid are cut on it; None where they do not fit."""
+    lead = input if is_spatial(input) else grid
+    if not is_spatial(lead) or input.dtype != grid.dtype:
+        return None
+    of_input = _OF_INPUT if lead is input else _OF_GRID  # the input's dim for each of the lead's
+    cut: list[Any] = []
+    for placement in spec_of(lead).placements:
+        if isinstance(placement, (Replicate, Partial)):
+            cut.append((Replicate(), Replicate()))
+        elif plain_shard(placement) and (dim := of_input[placement.dim]) is not None:
+            cut.append((Shard(dim), Shard(_OF_GRID.index(dim))))
+        else:
+            return None
+    placements, of_grid = (tuple(side) for side in zip(*cut, strict=True))
+    sharded = [placement.dim for placement in placements if isinstance(placement, Shard)]
+    if len(set(sharded)) < len(sharded):
+        return None
+    for other, wanted in ((input, placements), (grid, of_grid)):
+        if isinstance(other, DTensor) and (
+            other.device_mesh != lead.device_mesh
+            or any(
+                new != old and not isinstance(old, (Replicate, Partial))
+                for old, new in zip(spec_of(other).placements, wanted, strict=True)
+            )
+        ):
+            return None
+    return lead.device_mesh, placements, of_grid
+
+
+def _intervals(
+    pixels: torch.Tensor, extent: int, mode: int, mesh: DeviceMesh, over: list[int]
+) -> tuple[list[int], list[int]]:
+    """What each rank of the first of the axes `over` wants: the union over the others, whose ranks pull along other dims
+    next. Without data, the most it can be."""
+    axes = axes_of(mesh)
+    size, rank = axes.sizes[over[0]], axes.ranks[over[0]]
+    if pixels.is_meta:
+        return [0] * size, [extent] * size
+    begin, end = _touched(pixels, extent, mode)
+    told = torch.full((size, 2), _NOBODY)
+    told[rank] = torch.tensor([-begin, end])
+    begins, ends = all_reduced(told.to(pixels.device), mesh, over, "max").t().tolist()
+    return [-begin for begin in begins], ends
+
+
+def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool) -> _Pulled | None:
+    meeting = _meeting(input, grid)
+    if meeting is None:
+        return None
+    mesh, placements, grid_placements = meeting
+    window, own = local_as(input, mesh, placements), local_as(grid, mesh, grid_placements)
+    dtype = wide(input.dtype)
+    cut = cut_of(mesh, placements, input.shape)
+    pulls: list[tuple[int, int, list[int], list[int], str]] = []
+    columns, scales = [], []
+    for dim in (2, 3):
+        extent = input.size(dim)
+        pixels = own[..., 3 - dim].to(dtype).add(1).mul((extent - 1 if align_corners else extent) / 2)
+        if not align_corners:
+            pixels = pixels.sub(0.5)
+        begin, size = 0, extent
+        if cut is not None and dim in cut.dims:
+            which = cut.dims.index(dim)
+            begins, ends = _intervals(pixels, extent, mode, mesh, cut.axes[which:])
+            pulls.append((dim, extent, begins, ends, cut.groups[which]))
+            window = ops.pull(window, *pulls[-1])
+            begin = begins[mesh.get_local_rank(cut.axes[which])]
+            size = window.size(dim)
+        # The window's own coordinates, as without align_corners: -1 and 1 are its outer edges.
+        columns.append(pixels.sub(begin).mul(2).add(1).div(size).sub(1))
+        scales.append((extent - 1 if align_corners else extent) / size)
+    moved = torch.stack(columns[::-1], -1)
+    scale = moved.new_tensor(scales[::-1])
+    return _Pulled(mesh, placements, grid_placements, window.to(dtype), moved, scale, pulls)
+
+
+def _touched(pixels: torch.Tensor, extent: int, mode: int) -> tuple[int, int]:
+    """The rows with a weight in any sample, one at least. What is NaN counts as 0, which is what padding makes of it."""
+    if not pixels.numel():
+        return 0, 1
+    reach = 2 if mode == _BICUBIC else 1
+    low, high = pixels.nan_to_num(0).clamp(-8, extent + 8).aminmax()
+    begin = min(max(int(low.floor()) - reach, 0), extent - 1)
+    return begin, max(begin + 1, min(int(high.ceil()) + 1 + reach, extent))
+
+
+@spatial_rule("grid_sampler_2d")
+def grid_sample(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _sampled(op, args, kwargs, bound(op, args, kwargs))
+
+
+@spatial_rule("cudnn_grid_sampler")
+def cudnn_grid_sample(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _sampled(op, args, kwargs, (*bound(op, args, kwargs), *_OF_CUDNN))
+
+
+@spatial_rule("grid_sampler_2d_backward")
+def grid_sample_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _gradients(op, args, kwargs, bound(op, args, kwargs))
+
+
+@spatial_rule("cudnn_grid_sampler_backward")
+def cudnn_grid_sample_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, grid, grad = bound(op, args, kwargs)
+    return _gradients(op, args, kwargs, (grad, input, grid, *_OF_CUDNN, [True, True]))
+
+
+def _window_of(input: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> _Pulled | None:
+    # The nearest pixel of a sample between two is a matter of the last bit; reflections may come from anywhere.
+    if mode == _NEAREST or padding == _REFLECTION:
+        return None
+    return pulled_window(input, grid, mode, align_corners)
+
+
+def _sampled(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
+    input, grid, mode, padding, align_corners = values
+    pulled = _window_of(input, grid, mode, padding, align_corners)
+    if pulled is None:
+        return unruled(op, args, kwargs)
+    local = aten.grid_sampler_2d(pulled.window, pulled.grid, mode, padding, False)
+    shape = torch.Size([*input.shape[:2], *grid.shape[1:3]])
+    return wrap(local.to(input.dtype), pulled.mesh, pulled.placements, shape)
+
+
+def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
+    grad, input, grid, mode, padding, align_corners, wanted = values
+    pulled = _window_of(input, grid, mode, padding, align_corners)
+    if pulled is None:
+        return unruled(op, args, kwargs)
+    local = local_as(grad, pulled.mesh, pulled.placements).to(pulled.window.dtype)
+    of_window, of_grid = aten.grid_sampler_2d_backward(
+        local, pulled.window, pulled.grid, mode, padding, False, [wanted[0], True]
+    )
+    of_input = None
+    if wanted[0]:
+        mine = pulled.give_back(of_window).to(input.dtype)
+        of_input = wrap(mine, pulled.mesh, pulled.placements, input.shape)
+    of_grid = wrap(of_grid.mul(pulled.scale).to(grid.dtype), pulled.mesh, pulled.grid_placements, grid.shape)
+    if isinstance(grid, DTensor):  # of one that every rank holds (an affine transform's, some points') whole again
+        as_given = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(grid).placements)
+        whole = redistributed(local_of(of_grid), spec_of(of_grid), as_given)
+        of_grid = wrap(whole, pulled.mesh, as_given, grid.shape)
+    return of_input, of_grid
