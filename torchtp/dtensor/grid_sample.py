@@ -101,6 +101,7 @@ def _intervals(
 
 
 def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool) -> _Pulled | None:
+    """What this rank samples, brought to it; None where input and grid are not cut alike. All ranks of the mesh call it."""
     meeting = _meeting(input, grid)
     if meeting is None:
         return None
@@ -192,6 +193,8 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     if wanted[0]:
         mine = pulled.give_back(of_window).to(input.dtype)
         of_input = wrap(mine, pulled.mesh, pulled.placements, input.shape)
+    if not wanted[1]:
+        return of_input, None
     of_grid = wrap(of_grid.mul(pulled.scale).to(grid.dtype), pulled.mesh, pulled.grid_placements, grid.shape)
     if isinstance(grid, DTensor):  # of one that every rank holds (an affine transform's, some points') whole again
         as_given = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(grid).placements)
