@@ -45,12 +45,12 @@ class Reduced:
     """Where a reduction of a cut tensor over `dims` (None or empty: all) leaves things."""
 
     def __init__(self, tensor: DTensor, dims: Any, keepdim: bool):
-        self.local, self.mesh, placements = summed(tensor)
+        self.local, self.mesh, self.cut = summed(tensor)
         num_dims = tensor.dim()
         if dims is None or dims == []:
             dims = range(num_dims)
         self.dims = sorted({dim % num_dims for dim in ([dims] if isinstance(dims, int) else dims)})
-        self.axes = [axis for axis, p in enumerate(placements) if plain_shard(p) and p.dim in self.dims]
+        self.axes = [axis for axis, p in enumerate(self.cut) if plain_shard(p) and p.dim in self.dims]
         self.count = math.prod(tensor.size(dim) for dim in self.dims)
         self.shape = torch.Size(
             [
@@ -59,7 +59,7 @@ class Reduced:
                 if keepdim or dim not in self.dims
             ]
         )
-        self.placements = tuple(self._placement(p, keepdim) for p in placements)
+        self.placements = tuple(self._placement(p, keepdim) for p in self.cut)
 
     def _placement(self, placement: Placement, keepdim: bool) -> Placement:
         if not plain_shard(placement) or placement.dim in self.dims:

@@ -7,23 +7,22 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_locally, wrap
+from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.reduction import Reduced, along_whole_dim, along_whole_dim_backward, taken, wide
 from torchtp.dtensor.registry import bound, spatial_rule
-from torchtp.dtensor.shape import summed
-from torchtp.dtensor.upstream import DTensor, Op, local_of, plain_shard, redistributed, spec_of
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.upstream import DTensor, Op, plain_shard, spec_of
 
 
 def _is_cut_along(tensor: Any, dims: Any) -> bool:
     if not taken(tensor):
         return False
     of = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
-    return any(plain_shard(placement) and placement.dim in of for placement in summed(tensor)[2])
+    return any(plain_shard(placement) and placement.dim in of for placement in spec_of(tensor).placements)
 
 
-def _like(local: torch.Tensor, tensor: DTensor) -> DTensor:
-    _, mesh, placements = summed(tensor)
-    return wrap(local, mesh, placements, tensor.shape)
+def _like(local: torch.Tensor, to: Reduced, tensor: DTensor) -> DTensor:
+    return wrap(local, to.mesh, to.cut, tensor.shape)
 
 
 class _Exponentials:
@@ -53,7 +52,7 @@ def softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to = Reduced(tensor, dim, keepdim=True)
     of = _Exponentials(to, to.local.to(wide(to.local.dtype)), infinite=False)
     result = of.shifted - of.total.log() if "log" in op.name() else of.values / of.total
-    return _like(result.to(torch.float32 if widens else to.local.dtype), tensor)
+    return _like(result.to(torch.float32 if widens else to.local.dtype), to, tensor)
 
 
 @spatial_rule("logsumexp")
@@ -74,14 +73,10 @@ def softmax_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return along_whole_dim_backward(op, args, kwargs)
     to = Reduced(output, dim, keepdim=True)
     made = to.local.to(wide(to.local.dtype))
-    _, mesh, placements = summed(output)
-    if isinstance(grad, DTensor):
-        given = redistributed(local_of(grad), spec_of(grad), placements).to(made.dtype)
-    else:
-        given = cut_locally(grad, mesh, placements).to(made.dtype)
+    given = local_as(grad, to.mesh, to.cut).to(made.dtype)
     if "log" in op.name():
         result = given - made.exp() * to.total(given.sum(to.dims, keepdim=True))
     else:
         product = given * made
         result = product - made * to.total(product.sum(to.dims, keepdim=True))
-    return _like(result.to(dtype), output)
+    return _like(result.to(dtype), to, output)
