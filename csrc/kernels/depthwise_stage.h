@@ -86,67 +86,86 @@ struct PlaneRows {
 };
 
 // Channels first: planes [first_plane, first_plane + planes) of those below end_plane, from input row y0 and column x0
-// on. What is in row `row` and column `column` of plane number q goes to tile[place(q, row, column)]. These are the
-// columns that own rows have, and zeros beyond all pieces; where columns lie one by one, halo columns are left out.
+// on. What is in row `row` and column `column` of plane number q goes to tile[place(q, row, column)], whose parts of
+// each are added up. Columns that own rows have, by four, and zeros beyond all pieces; halo columns are left out. A
+// four lies in a row or beside it, since rows have whole fours and begin with one.
 template <int kThreads, typename T, typename PlaceOf>
-TORCHTP_HOST_DEVICE void stage_lines(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+TORCHTP_HOST_DEVICE void stage_fours(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                      int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
                                      const PlaceOf& place) {
-  const bool dense = shape.steps.x == 1, fours = shape.fours && dense;
-  const int32_t shift = fours ? x0 & 3 : 0, start = x0 - shift, row_fours = (shift + shape.columns + 3) / 4;
+  const int32_t shift = x0 & 3, row_fours = (shift + shape.columns + 3) / 4;
   // Where there are more fours in a row than threads, each takes several; else several rows are taken at once.
   const int32_t together = row_fours < kThreads ? kThreads / row_fours : 1;
   const int32_t first_row = row_fours < kThreads ? thread / row_fours : 0;
   if (first_row >= together) return;
   for (int32_t four_number = thread - first_row * row_fours; four_number < row_fours; four_number += kThreads) {
-    const int32_t v = 4 * four_number, x = start + v * shape.steps.x;
-    const bool inside = fours && x >= 0 && x + 4 <= in.width;
+    const int32_t first_column = 4 * four_number - shift, x = x0 + first_column;
+    const bool own = x >= 0 && x < in.width;
+    bool takes[4];
+    int32_t places[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int32_t column = first_column + k, across = x + k;
+      takes[k] =
+          column >= 0 && column < shape.columns && (own || across < in.first_column() || across >= in.end_column());
+      places[k] = place(0, 0, column);
+    }
     for (PlaneRows at(first_row); at.within(shape);) {
       Pack<T, 4> packs[kAhead];
       PlaneRows from = at;
-      if (inside) {
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i, at.row += together) {
-          packs[i] = {};
-          if (!at.within(shape)) continue;
-          const int64_t plane = first_plane + at.plane;
-          const T* const line = plane < end_plane ? in.line(plane, y0 + at.row * shape.steps.y) : nullptr;
-          if (line) packs[i] = load_pack(reinterpret_cast<const Pack<T, 4>*>(line + x));
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i, from.row += together) {
-          if (!from.within(shape)) break;
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const int32_t column = v + k - shift;
-            if (column < 0 || column >= shape.columns) continue;
-            tile[place(from.plane, from.row, column)] = static_cast<float>(packs[i].values[k]);
-          }
-        }
-      } else {
-        const int32_t y = y0 + at.row * shape.steps.y;
+      for (int i = 0; i < kAhead; ++i, at.row += together) {
+        packs[i] = {};
+        if (!at.within(shape)) continue;
         const int64_t plane = first_plane + at.plane;
-        const T* const line = plane < end_plane ? in.line(plane, y) : nullptr;
+        const T* const line = own && plane < end_plane ? in.line(plane, y0 + at.row * shape.steps.y) : nullptr;
+        if (line) packs[i] = load_pack(reinterpret_cast<const Pack<T, 4>*>(line + x));
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, from.row += together) {
+        if (!from.within(shape)) break;
+        float* const to = tile + place(from.plane, from.row, 0);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const int32_t column = v + k - shift, across = x + k * shape.steps.x;
-          if (column < 0 || column >= shape.columns) continue;
-          float value = 0;
-          if (across >= 0 && across < in.width) {
-            if (line) value = static_cast<float>(line[across]);
-          } else if (across >= in.first_column() && across < in.end_column()) {
-            if (dense) continue;
-            if (plane < end_plane) value = in.template at<false>(plane, 0, y, across);
-          }
-          tile[place(at.plane, at.row, column)] = value;
+          if (takes[k]) to[places[k]] = static_cast<float>(packs[i].values[k]);
         }
-        at.row += together;
       }
     }
   }
 }
 
-// The halo columns that stage_lines leaves out: a thread takes those of a row, which lie side by side.
+// The same with halo columns, element by element.
+template <int kThreads, typename T, typename PlaceOf>
+TORCHTP_HOST_DEVICE void stage_each(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
+                                    int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
+                                    const PlaceOf& place) {
+  const int32_t row_fours = (shape.columns + 3) / 4;
+  const int32_t together = row_fours < kThreads ? kThreads / row_fours : 1;
+  const int32_t first_row = row_fours < kThreads ? thread / row_fours : 0;
+  if (first_row >= together) return;
+  for (int32_t four_number = thread - first_row * row_fours; four_number < row_fours; four_number += kThreads) {
+    for (PlaneRows at(first_row); at.within(shape); at.row += together) {
+      const int32_t y = y0 + at.row * shape.steps.y;
+      const int64_t plane = first_plane + at.plane;
+      const T* const line = plane < end_plane ? in.line(plane, y) : nullptr;
+      float* const to = tile + place(at.plane, at.row, 0);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int32_t column = 4 * four_number + k, x = x0 + column * shape.steps.x;
+        if (column >= shape.columns) break;
+        float value = 0;
+        if (x >= 0 && x < in.width) {
+          if (line) value = static_cast<float>(line[x]);
+        } else if (plane < end_plane && x >= in.first_column() && x < in.end_column()) {
+          value = in.template at<false>(plane, 0, y, x);
+        }
+        to[place(0, 0, column)] = value;
+      }
+    }
+  }
+}
+
+// The halo columns that stage_fours leaves out: a thread takes those of a row, which lie side by side.
 template <int kThreads, typename T, typename PlaceOf>
 TORCHTP_HOST_DEVICE void stage_columns(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                        int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
@@ -174,9 +193,13 @@ template <int kThreads, typename T, typename PlaceOf>
 TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                       int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
                                       const PlaceOf& place) {
-  stage_lines<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
-  if (shape.steps.x == 1 && in.columns_left + in.columns_right > 0) {
-    stage_columns<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
+  if (shape.fours && shape.steps.x == 1) {
+    stage_fours<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
+    if (in.columns_left + in.columns_right > 0) {
+      stage_columns<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
+    }
+  } else {
+    stage_each<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
   }
 }
 
