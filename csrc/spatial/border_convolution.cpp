@@ -18,8 +18,9 @@
 namespace torchtp::spatial {
 namespace {
 
-// From benchmarks/gpu/dense_times.py on an H200, forward and backward: 5 to 33 % less time at 127 MiB and more
-// (bfloat16, 3x3, 253 MiB: 1046 us for 1564), 7 % more at 32 MiB; at 63 MiB 10 % less in bfloat16, 7 % more in float32.
+// From benchmarks/gpu/dense_times.py on an H200, forward and backward: 1 to 34 % less time at 127 MiB and more
+// (bfloat16, 3x3, 253 MiB: 1016 us for 1539), 5 to 6 % more at 32 MiB; at 63 MiB 12 to 15 % less in bfloat16, 6 to 7 %
+// more in float32.
 constexpr int64_t kLeastBytes = int64_t{64} << 20;
 
 using Region = std::array<Interval, 2>;  // rows and columns, global
