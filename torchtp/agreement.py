@@ -5,13 +5,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 Described = tuple[str, torch.Size, torch.dtype]  # what it is, its global shape, its dtype
 
-_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _WORDS = range(6)
+_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _WRITTEN, _WORDS = range(7)
+
+
+class Agreed(NamedTuple):
+    """What the ranks said beside what they must agree on."""
+
+    notes: list[int]  # of the ranks of this image
+    written: list[int]  # of all ranks that were asked
 
 
 class Agreement:
@@ -27,9 +35,15 @@ class Agreement:
         self._device_type = device_type
 
     def check(
-        self, tensors: Sequence[Described], complaint: str = "", note: int = 0, *, everyone: bool = False
-    ) -> list[int]:
-        """Raise ValueError on all ranks if one complains or the ranks of an image differ; returns their notes.
+        self,
+        tensors: Sequence[Described],
+        complaint: str = "",
+        note: int = 0,
+        written: int = 0,
+        *,
+        everyone: bool = False,
+    ) -> Agreed:
+        """Raise ValueError on all ranks if one complains or the ranks of an image differ; returns `note` and `written` of all.
 
         Collective over the spatial group, or over all data ranks too with `everyone`.
         """
@@ -37,8 +51,8 @@ class Agreement:
         if group.size() == 1 or dist.get_backend(group) == "fake":
             if complaint:
                 raise ValueError(complaint)
-            return [note]
-        table = self._gather(group, _encode(tensors, complaint, note, self._data_rank))
+            return Agreed([note], [written])
+        table = self._gather(group, _encode(tensors, complaint, note, written, self._data_rank))
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(group, complaint))
         keys = [row[_DATA_RANK] for row in table]
@@ -47,7 +61,8 @@ class Agreement:
                 f"the ranks that cut one image disagree on it: {_first_difference(group, tensors, keys)}; give all of "
                 "them images of the same global shape and dtype, and the same other tensors"
             )
-        return [row[_NOTE] for row in table if row[_DATA_RANK] == self._data_rank]
+        notes = [row[_NOTE] for row in table if row[_DATA_RANK] == self._data_rank]
+        return Agreed(notes, [row[_WRITTEN] for row in table])
 
     def check_modules(self, tensors: Sequence[Described], complaint: str = "") -> None:
         """Raise ValueError on all ranks of all images if one complains or they have different parameters."""
@@ -55,7 +70,7 @@ class Agreement:
             if complaint:
                 raise ValueError(complaint)
             return
-        table = self._gather(self._everyone, _encode(tensors, complaint, 0, self._data_rank))
+        table = self._gather(self._everyone, _encode(tensors, complaint, 0, 0, self._data_rank))
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(self._everyone, complaint))
         if any(row[_HASH] != table[0][_HASH] for row in table):
@@ -77,13 +92,14 @@ def digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def _encode(tensors: Sequence[Described], complaint: str, note: int, data_rank: int) -> list[int]:
+def _encode(tensors: Sequence[Described], complaint: str, note: int, written: int, data_rank: int) -> list[int]:
     row = [0] * _WORDS
     row[_COMPLAINS] = bool(complaint)
     row[_DATA_RANK] = data_rank
     row[_NUM] = len(tensors)
     row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in tensors]).encode())
     row[_NOTE] = note
+    row[_WRITTEN] = written
     return row
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -81,13 +81,19 @@ class Lazy(torch.Tensor):
             if partner is None:
                 plain = _each(_unlazy, args)
                 result = func(*plain, **_each(_unlazy, kwargs))
+                if _writes(func):
+                    _note_written(plain)
                 return args[0] if plain and result is plain[0] else _each(_lazy, result)
             if func == _SET_DATA and partner is not args[0]:  # what is cut has no place in a parameter or a buffer
-                return func(*_each(_unlazy, _each(_whole, args)))
+                plain = _each(_unlazy, _each(_whole, args))
+                func(*plain)
+                return _note_written(plain)
             if func is torch.autograd.grad:  # its inputs are what the graph was made of
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             if _writes(func):
-                written = func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
+                plain = _each(_unlazy, args)
+                written = func(*plain, **_each(_unlazy, kwargs))
+                _note_written(plain)
                 return args[0] if written is not None else None
             if func in _TAKES_PLAIN and not _is_made(args, kwargs):
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
@@ -100,14 +106,17 @@ class Lazy(torch.Tensor):
 
 
 @contextmanager
-def running() -> Iterator[None]:
-    """Inside, the parameters of prepared modules are Lazy (on this thread)."""
-    before = getattr(_state, "depth", 0)
-    _state.depth = before + 1
+def running() -> Iterator[set[int]]:
+    """Inside, the parameters of prepared modules are Lazy (on this thread).
+
+    Gives the addresses of the memory of what is written through them: of parameters and buffers, and of others made of them.
+    """
+    before = getattr(_state, "depth", 0), getattr(_state, "written", None)
+    _state.depth, _state.written = before[0] + 1, set()
     try:
-        yield
+        yield _state.written
     finally:
-        _state.depth = before
+        _state.depth, _state.written = before
 
 
 def is_running() -> bool:
@@ -149,14 +158,16 @@ def _parametrized(module: nn.Module) -> list[str]:
     return list(cast(Any, module).parametrizations) if parametrize.is_parametrized(module) else []
 
 
-def settle_buffers(modules: Iterable[nn.Module]) -> None:
-    """Make buffers plain that a forward replaced by something made of Lazy tensors or cut activations."""
+def settle_buffers(modules: Iterable[nn.Module]) -> set[int]:
+    """Make buffers plain that a forward replaced by something made of Lazy tensors or cut activations; their `addresses`."""
+    replaced = []
     for module in modules:
         for name, buffer in module._buffers.items():
-            if isinstance(buffer, Lazy):
-                module._buffers[name] = _unlazy(buffer)
-            elif isinstance(buffer, DTensor):
-                module._buffers[name] = buffer.full_tensor()
+            if isinstance(buffer, (Lazy, DTensor)):
+                settled = buffer.full_tensor() if isinstance(buffer, DTensor) else _unlazy(buffer)
+                module._buffers[name] = settled
+                replaced.append(settled)
+    return addresses(replaced)
 
 
 def unwrap(value: Any) -> Any:
@@ -281,6 +292,26 @@ def _writes(func: Callable[..., Any]) -> bool:
     """Whether a function or method of torch writes into its first argument: `add_`, `__setitem__`, `__iadd__`."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name[2:-2] in _OPERATORS if name.endswith("__") else name.endswith("_"))
+
+
+def _note_written(args: Sequence[Any]) -> None:
+    written: set[int] | None = getattr(_state, "written", None)
+    if written is not None and args:
+        first = args[0]
+        written.update(addresses(first if isinstance(first, (list, tuple)) else [first]))
+
+
+def addresses(tensors: Iterable[Any]) -> set[int]:
+    """Where the memory of the plain ones begins that hold numbers which images may have made; counters and flags do not."""
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and _is_inexact(tensor)
+    } - {0}
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_made(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

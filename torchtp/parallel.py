@@ -8,15 +8,13 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from torchtp import lazy, leaving, randomness, sync_batch_norm
@@ -27,7 +25,8 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.dtensor.upstream import local_of, make_dtensor, spec_of
 from torchtp.dtensor.whole import Gather, Given
-from torchtp.gradients import GradientReducer, broadcast_parameters
+from torchtp.equality import Written, make_equal, tensors_of
+from torchtp.gradients import GradientReducer
 from torchtp.layout import Layout
 from torchtp.refusals import refuse_transforms
 from torchtp.structure import Structure
@@ -73,7 +72,7 @@ def parallelize(
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
-    state.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
+    state.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
     state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, _STATE, state)
     lazy.reclass(module, _root)
@@ -119,6 +118,7 @@ class _State:
         self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
         self._structure: Structure | None = None  # as it was when the reducer was made
         self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
+        self._written = Written(layout)
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
         self._said_uncut = False
@@ -128,6 +128,7 @@ class _State:
         copied = _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
         known = (memo.get(key) for key in self.equal)  # the copy's own buffers, too: data ranks keep theirs
         copied.equal = {id(tensor): tensor for tensor in known if isinstance(tensor, torch.Tensor)}
+        copied._written = copy.deepcopy(self._written, {id(self.layout): self.layout})
         copied.forward = copy.deepcopy(self.forward, memo)
         return copied
 
@@ -160,14 +161,17 @@ class _State:
         tensors, complaint = self._describe(args, kwargs)
         complaint = complaint or (self._replaced(module, reducer) if reducer is not None else "")
         note = randomness.fingerprint(self.layout)
-        notes = self.layout.agreement.check(tensors, complaint, note, everyone=reducer is not None and module.training)
+        everyone = reducer is not None and module.training
+        agreed = self.layout.agreement.check(tensors, complaint, note, self._written.digest(), everyone=everyone)
+        if everyone:
+            self._written.settle(module, agreed.written)
         if self.layout.num_shards > 1 and not self._said_uncut and not any(_is_image(one) for one in tensors):
             self._said_uncut = True
             notice.uncut(type(module).__name__, repr(self.layout))
         args, kwargs = self._cut(args, kwargs)
-        with randomness.stream(self.layout, notes), lazy.running():
+        with randomness.stream(self.layout, agreed.notes), lazy.running() as written:
             outputs = forward(*args, **kwargs)
-        lazy.settle_buffers(self._have_buffers(module))
+        self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
         outputs = self._leave(outputs)
         if reducer is not None:
             for leaf in pytree.tree_leaves(outputs):
@@ -186,7 +190,7 @@ class _State:
                 make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
                 lazy.prepare(module)
                 sync_batch_norm.prepare(module, self.layout)
-                self.equal = {id(tensor): tensor for _, tensor in _tensors(module)}
+                self.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
                 self._structure = Structure(module)
                 _averaging.add(self)
@@ -363,33 +367,3 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         "__setstate__": set_state,
     }
     return lazy.remade(base, (_Root,), members, _root)
-
-
-def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), complaint: str = "") -> None:
-    """Broadcast parameters and buffers, but those of `known` ids, from the first rank of `layout.group`.
-
-    Raises ValueError on all ranks where names, shapes or dtypes differ or a tensor is not on the mesh's kind of device.
-    """
-    named = [(name, tensor) for name, tensor in _tensors(module) if id(tensor) not in known]
-    for name, tensor in named:
-        if is_lazy(tensor):
-            complaint, named = f"{name} has no shape yet: call the module once before torchtp.parallelize", []
-            break
-    complaint = complaint or next(
-        (
-            f"{name} lives on {tensor.device}, but the mesh is one of {layout.mesh.device_type} devices: move the "
-            f"module with .to({str(layout.device)!r}) first"
-            for name, tensor in named
-            if tensor.device.type != layout.mesh.device_type
-        ),
-        "",
-    )
-    layout.agreement.check_modules([(name, tensor.shape, tensor.dtype) for name, tensor in named], complaint)
-    if named and layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
-        broadcast_parameters(named, layout.group)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if not isinstance(tensor, DTensor):  # FSDP's own: cut already, and equal by then
-            yield name, tensor

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from torchtp import parallel
+from torchtp import equality
 from torchtp.layout import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -21,7 +21,7 @@ def convert(model: Module, layout: Layout) -> Module:
 
     Raises ValueError on all ranks where their parameters differ or are not on the layout's devices.
     """
-    parallel.make_equal(model, layout)
+    equality.make_equal(model, layout)
     variants = _variants()
     for module in model.modules():
         variant = variants.get(type(module))
