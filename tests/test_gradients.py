@@ -293,6 +293,40 @@ def test_parameters_are_thawed_alone_and_change_their_dtype():
     assert max(run_ranks(_change_parameters, 2, backend="torchtp")) < 1000
 
 
+def _other_memory(way, packing, set_to_none):
+    """Whoever casts a module or assigns to `grad.data` puts other memory under the gradient that lay in its bucket."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = _net()
+    # All of these have a gradient: each lies in a bucket, and is cast with its parameter.
+    trained = [item for item in model.named_parameters() if item[0].split(".")[0] not in ("unused", "frozen")]
+    reducer = _small(trained, packing=packing)
+    errors = []
+    for step in range(5):
+        dtype = torch.float if way == "cast" and step % 2 else torch.double
+        if way == "cast":
+            model.to(dtype)
+            reducer.prepare()
+        elif step:
+            for parameter in model.parameters():
+                if parameter.grad is not None and way == "assigned":
+                    parameter.grad.data = parameter.grad.data.clamp(-1, 1)
+                elif parameter.grad is not None:
+                    parameter.grad.set_(torch.ones_like(parameter.grad))
+        model.zero_grad(set_to_none)
+        _loss(model(_batch(step, rank, dtype))).backward()
+        wanted = _mean_gradients(copy.deepcopy(model), [_batch(step, other, dtype) for other in range(size)])
+        errors.append(_difference(model, wanted) / torch.finfo(dtype).eps)
+    assert reducer.holds("stem.weight")
+    return max(errors)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("packing", ["each", "together"])
+@pytest.mark.parametrize("way", ["cast", "assigned", "set"])
+def test_gradients_that_got_other_memory_are_reduced(way, packing, set_to_none):
+    assert max(run_ranks(_other_memory, 2, way, packing, set_to_none, backend="torchtp")) < 1000
+
+
 def _hooks_of_users():
     model, seen = nn.Linear(2, 2), []
     model.bias.requires_grad_(False)

@@ -105,7 +105,8 @@ void Reducer::check_fits(Parameter& parameter, const at::Tensor& view) {
               "; sparse gradients and parameters changed after the reducer was made are not supported");
 }
 
-// The view that holds the gradient's numbers becomes the gradient, unless its graph goes on.
+// The view that holds the gradient's numbers becomes the gradient, unless its graph goes on: an alias of it, since who
+// casts a module or assigns to `grad.data` puts other memory under the very tensor.
 void Reducer::keep(Parameter& parameter) {
   at::Tensor& own = gradient(parameter);
   const at::Tensor& view = buckets_[parameter.bucket].view(parameter.slot);
@@ -113,7 +114,7 @@ void Reducer::keep(Parameter& parameter) {
   if (own.grad_fn()) {
     parameter.with_graph = own;
   } else {
-    own = view;
+    own = view.detach();
   }
 }
 
@@ -247,7 +248,7 @@ void Reducer::hand_out(Parameter& parameter) {
     own = view.clone() + (parameter.with_graph - parameter.with_graph.detach());
     parameter.with_graph.reset();
   } else if (!own.defined() && bucket.present_somewhere(parameter.slot)) {
-    own = view;
+    own = view.detach();
   }
 }
 
