@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from models import make_layout
 from rules import DATA_W, H2, H4, HW, REPLICA_H, W2, check, num_ranks
+from torch import nn
 
+import torchtp
 from torchtp.testing import run_ranks
 
 CASES = {
@@ -64,3 +70,34 @@ def run_1d_and_3d():
 
 def test_convolutions_in_one_and_three_dims_match_reference():
     run_ranks(run_1d_and_3d, 2)
+
+
+def run_images_without_gradient(make, trained):
+    """The gradient of a function of p.grad, where nothing but parameters is trained."""
+    torch.manual_seed(0)
+    layer, image = make().double(), torch.randn(2, 3, 9, 12).double()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in trained)
+    single = copy.deepcopy(layer)
+    found = []
+    for module in (single, torchtp.parallelize(layer, make_layout({"w": 2}), output="full")):
+        module(image).pow(3).sum().backward(create_graph=True)
+        grads = [p.grad for p in module.parameters() if p.requires_grad]
+        module.zero_grad()
+        sum((grad * grad.detach()).sum() for grad in grads).backward()
+        found.append([p.grad.detach() for p in module.parameters() if p.requires_grad])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("trained", [("weight", "bias"), ("weight",), ("bias",)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(nn.Conv2d, 3, 4, 3, padding=1),
+        partial(nn.Conv2d, 3, 3, 5, padding=2, groups=3),
+        partial(nn.ConvTranspose2d, 3, 4, 2, stride=2),
+    ],
+    ids=["dense", "depthwise", "transposed"],
+)
+def test_second_derivative_where_images_take_no_gradient(make, trained):
+    run_ranks(run_images_without_gradient, 2, make, trained)

@@ -132,10 +132,9 @@ def convolution_double_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str,
         parts = []
         if grad_grad_input is not None:
             parts.append(aten.convolution(grad_grad_input, weight, None, *params))
-        if grad_grad_weight is not None:
-            parts.append(aten.convolution(input, grad_grad_weight, None, *params))
-        if grad_grad_bias is not None:
-            parts.append(grad_grad_bias.reshape(-1, *[1] * (grad_output.dim() - 2)).expand_as(grad_output))
+        if grad_grad_weight is not None or grad_grad_bias is not None:
+            kernel = torch.zeros_like(weight) if grad_grad_weight is None else grad_grad_weight
+            parts.append(aten.convolution(input, kernel, grad_grad_bias, *params))  # the bias cut as the images are
         for part in parts:
             for_grad_output = part if for_grad_output is None else for_grad_output + part
     if mask[1] and grad_grad_weight is not None:
