@@ -81,19 +81,19 @@ class Lazy(torch.Tensor):
             if partner is None:
                 plain = _each(_unlazy, args)
                 result = func(*plain, **_each(_unlazy, kwargs))
-                if _writes(func):
-                    _note_written(plain)
+                _note_written(func, plain)
                 return args[0] if plain and result is plain[0] else _each(_lazy, result)
             if func == _SET_DATA and partner is not args[0]:  # what is cut has no place in a parameter or a buffer
                 plain = _each(_unlazy, _each(_whole, args))
                 func(*plain)
-                return _note_written(plain)
+                _note_written(func, plain)
+                return None
             if func is torch.autograd.grad:  # its inputs are what the graph was made of
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
             if _writes(func):
                 plain = _each(_unlazy, args)
                 written = func(*plain, **_each(_unlazy, kwargs))
-                _note_written(plain)
+                _note_written(func, plain)
                 return args[0] if written is not None else None
             if func in _TAKES_PLAIN and not _is_made(args, kwargs):
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
@@ -294,9 +294,10 @@ def _writes(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name[2:-2] in _OPERATORS if name.endswith("__") else name.endswith("_"))
 
 
-def _note_written(args: Sequence[Any]) -> None:
+def _note_written(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Keep where `func` wrote, if it did and a forward runs that asks for it."""
     written: set[int] | None = getattr(_state, "written", None)
-    if written is not None and args:
+    if written is not None and args and (func == _SET_DATA or _writes(func)):
         first = args[0]
         written.update(addresses(first if isinstance(first, (list, tuple)) else [first]))
 
