@@ -45,8 +45,7 @@ class Written:
         # Past autograd's versions: a backward of the forward that wrote may still be to come.
         named = [(name, tensor.data) for name, tensor in tensors_of(module) if not alike or name in self._names]
         self._names.clear()
-        if dist.get_backend(self._layout.group) != "fake":
-            broadcast_parameters(named, self._layout.group)
+        _overwrite(named, self._layout)
 
 
 def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), complaint: str = "") -> None:
@@ -69,6 +68,10 @@ def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), c
         "",
     )
     layout.agreement.check_modules([(name, tensor.shape, tensor.dtype) for name, tensor in named], complaint)
+    _overwrite(named, layout)
+
+
+def _overwrite(named: Sequence[tuple[str, torch.Tensor]], layout: Layout) -> None:
     if named and layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
         broadcast_parameters(named, layout.group)
 

@@ -134,7 +134,8 @@ def convolution_double_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str,
             parts.append(aten.convolution(grad_grad_input, weight, None, *params))
         if grad_grad_weight is not None or grad_grad_bias is not None:
             kernel = torch.zeros_like(weight) if grad_grad_weight is None else grad_grad_weight
-            parts.append(aten.convolution(input, kernel, grad_grad_bias, *params))  # the bias cut as the images are
+            # Not added by itself: in a backward the sum with a plain tensor is its gradient's, see `pointwise._accumulate`.
+            parts.append(aten.convolution(input, kernel, grad_grad_bias, *params))
         for part in parts:
             for_grad_output = part if for_grad_output is None else for_grad_output + part
     if mask[1] and grad_grad_weight is not None:
