@@ -125,6 +125,22 @@ def _coalesced():
     assert all(torch.equal(lists[r][i], inputs[r][i]) for r in range(size) for i in range(len(numels)))
 
 
+def _coalesced_tensors_that_share_memory():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size - 1) / 2
+    for asynchronous in (False, True):
+        memory = torch.full((6,), float(rank))
+        twice = memory[:2]
+        work = dist.all_reduce_coalesced([twice, twice, memory[3:5], memory[4:]], async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        assert memory.tolist() == [total, total, rank, total, total, total]
+        with dist._coalescing_manager():
+            dist.all_reduce(twice)
+            dist.all_reduce(twice)
+        assert twice.tolist() == [size * total] * 2
+
+
 def _objects():
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {"rank": rank, "padding": "x" * 1000 * rank}
@@ -150,7 +166,17 @@ def _barrier():
 
 
 @pytest.mark.parametrize(
-    "collective", [_broadcast, _all_gather, _gather_and_scatter, _all_to_all, _coalesced, _objects, _barrier]
+    "collective",
+    [
+        _broadcast,
+        _all_gather,
+        _gather_and_scatter,
+        _all_to_all,
+        _coalesced,
+        _coalesced_tensors_that_share_memory,
+        _objects,
+        _barrier,
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_arrive_where_they_belong(collective, size):

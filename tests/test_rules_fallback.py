@@ -7,12 +7,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import make_layout
 from rules import W3, check
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -223,6 +224,20 @@ def run_other_uses():
     assert rows.mean().full_tensor().item() == pytest.approx(x.mean().item())
     assert F.linear(rows, distribute_tensor(w.t(), mesh, [Replicate()])).placements == (Shard(0),)
     return placements
+
+
+def run_on_a_mesh_of_others():
+    """A rank outside of a mesh has DTensors on it that hold nothing, also where another mesh cuts images."""
+    torchtp.dtensor.mark(init_device_mesh("cpu", (2,)), [0])
+    mesh = DeviceMesh("cpu", [1])
+    ones = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)])
+    total = ones.cumsum(0).sum().to_local()
+    assert total.item() == (30 if dist.get_rank() == 1 else 0)
+    return [part.to_local().numel() for part in ones.split([2, 1], dim=1)]
+
+
+def test_ranks_outside_of_a_mesh_hold_nothing():
+    assert run_ranks(run_on_a_mesh_of_others, 2, fresh=True) == [[0, 0], [8, 4]]
 
 
 def test_other_uses_of_dtensor_are_as_before():

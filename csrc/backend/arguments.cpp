@@ -1,5 +1,8 @@
 #include "backend/arguments.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace torchtp::backend {
 namespace {
 
@@ -30,6 +33,22 @@ void check_no_lists(const std::vector<Tensors>& lists, const char* what) {
 void check_same_length(const Tensors& outputs, const Tensors& inputs, const char* what) {
   TORCH_CHECK(outputs.size() == inputs.size(), "torchtp ", what, " takes as many outputs as inputs, got ",
               outputs.size(), " and ", inputs.size());
+}
+
+bool share_memory(const Tensors& tensors) {
+  std::vector<std::pair<const char*, const char*>> spans;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0) continue;
+    const char* begin = static_cast<const char*>(tensor.const_data_ptr());
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    spans.emplace_back(begin, begin + (last + 1) * tensor.element_size());
+  }
+  std::sort(spans.begin(), spans.end());
+  for (size_t i = 1; i < spans.size(); ++i) {
+    if (spans[i].first < spans[i - 1].second) return true;
+  }
+  return false;
 }
 
 int64_t total_numel(const Tensors& tensors) {

@@ -18,6 +18,9 @@ void check_no_lists(const std::vector<std::vector<at::Tensor>>& lists, const cha
 
 void check_same_length(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, const char* what);
 
+// Whether two of the tensors may share elements.
+bool share_memory(const std::vector<at::Tensor>& tensors);
+
 int64_t total_numel(const std::vector<at::Tensor>& tensors);
 
 // The first tensor's; Undefined where there are no tensors.

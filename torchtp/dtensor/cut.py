@@ -64,10 +64,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     if axes is None:
         if (real := real_mesh(mesh)) is not mesh:
             return axes_of(real)
+        inside = range(mesh.ndim if mesh.get_coordinate() is not None else 0)  # other ranks have no groups of it
         axes = Axes(
             tuple(mesh.size(axis) for axis in range(mesh.ndim)),
-            tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim)),
-            tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim)),
+            tuple(mesh.get_local_rank(axis) for axis in inside),
+            tuple(mesh.get_group(axis).group_name for axis in inside),
             _spatial.setdefault(hash(mesh), set()),
         )
         setattr(mesh, _ATTRIBUTE, axes)
