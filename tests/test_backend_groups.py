@@ -37,6 +37,43 @@ def test_overlapping_subgroups_do_not_disturb_each_other(size):
     run_ranks(_subgroups, size, backend="torchtp")
 
 
+def _parts():
+    """Groups as objects, which c10d does not register: parts of one, parts of parts, and two of them as one again."""
+    world, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    options = world._get_backend(torch.device("cpu")).options
+    before = (options.group_name, options._timeout)
+    even, odd = list(range(0, size, 2)), list(range(1, size, 2))
+    ranks = odd if rank % 2 else even
+    part = world.split_group(ranks, timeout=datetime.timedelta(seconds=50), group_name=f"part {rank % 2}")
+    assert (part.rank(), part.size()) == (rank // 2, len(ranks))
+    tensor = torch.tensor([float(rank)])
+    part.allreduce([tensor]).wait()
+    assert tensor.item() == sum(ranks)
+    made = part._get_backend(torch.device("cpu")).options
+    assert (made.group_name, made._timeout) == (f"part {rank % 2}", datetime.timedelta(seconds=50))
+    assert made.global_ranks_in_group == ranks
+
+    first = part.split_group([0])
+    assert (first is None) == (part.rank() != 0)
+    store = dist.PrefixStore("merged", world.get_group_store())
+    merged = part.merge_remote_group(store, size, timeout=datetime.timedelta(seconds=50), group_name="merged")
+    assert sorted(_gathered(merged, rank)) == list(range(size))
+    options = world._get_backend(torch.device("cpu")).options
+    assert (options.group_name, options._timeout) == before  # of a gloo group splitting it changes them
+    assert _sum_over(None, 1) == size
+
+
+def _gathered(group, value):
+    outputs = [torch.empty(1) for _ in range(group.size())]
+    group.allgather([outputs], [torch.tensor([float(value)])]).wait()
+    return [int(each) for each in outputs]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_group_is_split_and_merged(size):
+    run_ranks(_parts, size, backend="torchtp")
+
+
 def _mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("h", "w"))
     rank = dist.get_rank()

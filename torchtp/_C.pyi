@@ -69,6 +69,7 @@ class TorchtpBackend(Backend):
         group_name: str,
         global_ranks: Sequence[int],
         make_device_group: Callable[[str], Backend],
+        make_group: Callable[[dist.Store, int, int, datetime.timedelta, str, Sequence[int]], TorchtpBackend],
         trace: Trace | None = None,
         fork_guard: ForkGuard | None = None,
     ) -> None: ...

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -52,16 +53,42 @@ def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
     `backend_options` may be `ProcessGroupNCCL.Options`, for tensors on CUDA. Raises torch.distributed.DistBackendError
     if a rank does not come or cannot take part.
     """
-    return _C.TorchtpBackend(
+    return _make(
+        backend_options,
         options.store,
         options.group_rank,
         options.group_size,
         timeout_of(options.timeout),
         options.group_id or "",
         list(options.global_ranks_in_group or []),
-        _device_group(options, backend_options),
-        trace.calls,
-        _fork_guard,
+    )
+
+
+def _make(
+    backend_options: Any,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    name: str,
+    global_ranks: Sequence[int],
+) -> _C.TorchtpBackend:
+    def inner(store_prefix: str) -> Any:
+        inner_store = dist.PrefixStore(store_prefix, store)
+        if os.environ.get(_TEST_INNER) == "gloo":
+            return dist.ProcessGroupGloo(inner_store, rank, size, timeout)
+        if not dist.is_nccl_available():
+            raise RuntimeError("torchtp carries CUDA tensors by NCCL, and this PyTorch was built without it")
+        given = isinstance(backend_options, dist.ProcessGroupNCCL.Options)
+        options: Any = copy.deepcopy(backend_options) if given else dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout + _NCCL_PATIENCE
+        options.global_ranks_in_group = list(global_ranks)
+        options.group_name = name
+        return dist.ProcessGroupNCCL(inner_store, rank, size, options)
+
+    make_group = functools.partial(_make, backend_options)  # for groups that are split off, or merged with others
+    return _C.TorchtpBackend(
+        store, rank, size, timeout, name, global_ranks, inner, make_group, trace.calls, _fork_guard
     )
 
 
@@ -86,25 +113,6 @@ def monitored_barrier(
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=timeout)
     group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
-
-
-def _device_group(options: Any, backend_options: Any) -> Callable[[str], Any]:
-    def make(store_prefix: str) -> Any:
-        if os.environ.get(_TEST_INNER) == "gloo":
-            store = dist.PrefixStore(store_prefix, options.store)
-            return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-        if not dist.is_nccl_available():
-            raise RuntimeError("torchtp carries CUDA tensors by NCCL, and this PyTorch was built without it")
-        nccl_options: Any = backend_options
-        if not isinstance(nccl_options, dist.ProcessGroupNCCL.Options):
-            nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = options.timeout + _NCCL_PATIENCE
-        nccl_options.global_ranks_in_group = list(options.global_ranks_in_group or [])
-        nccl_options.group_name = options.group_id or ""
-        store = dist.PrefixStore(store_prefix, options.store)
-        return dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, nccl_options)
-
-    return make
 
 
 def register() -> None:

@@ -57,9 +57,11 @@ void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const 
 
 TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                c10::intrusive_ptr<Options> options, DeviceGroup::Make make_device_group,
-                               std::shared_ptr<Trace> trace, std::shared_ptr<ForkGuard> fork_guard)
+                               MakeGroup make_group, std::shared_ptr<Trace> trace,
+                               std::shared_ptr<ForkGuard> fork_guard)
     : Backend(rank, size),
       options_(std::move(options)),
+      make_group_(std::move(make_group)),
       made_(make_engine(
           store, rank, size,
           {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr, std::move(fork_guard)})),
@@ -84,15 +86,6 @@ std::shared_ptr<exchange::Exchange> TorchtpBackend::exchange() {
 void TorchtpBackend::set_inner_device(c10::DeviceType type) {
   device_->set_device(type);
   device_->get();
-}
-
-void TorchtpBackend::setTimeout(std::chrono::milliseconds timeout) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    options_->timeout = timeout;
-    engine_->set_timeout(timeout);
-  }
-  if (const auto inner = device_->made()) inner->setTimeout(timeout);
 }
 
 uint64_t TorchtpBackend::getSequenceNumberForGroup() {

@@ -33,11 +33,17 @@ class TorchtpBackend : public c10d::Backend {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("torchtp", timeout) {}
   };
 
+  // Another group, of the same kind as this one: makes it on a store, as a rank of a size, with a timeout, a name and
+  // the global ranks in it. Collective among its ranks; takes Python's lock.
+  using MakeGroup = std::function<c10::intrusive_ptr<c10d::Backend>(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+      const std::string& name, const std::vector<uint64_t>& global_ranks)>;
+
   // Collective over the store; call it without Python's lock. `make_device_group` is asked for the inner
   // backend of a device's tensors, `trace` gets to know this group's calls, `fork_guard` its connections to other
   // hosts.
   TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options,
-                 DeviceGroup::Make make_device_group, std::shared_ptr<Trace> trace,
+                 DeviceGroup::Make make_device_group, MakeGroup make_group, std::shared_ptr<Trace> trace,
                  std::shared_ptr<ForkGuard> fork_guard);
   ~TorchtpBackend() override;
 
@@ -51,7 +57,15 @@ class TorchtpBackend : public c10d::Backend {
   void set_inner_device(c10::DeviceType type);
 
   const std::string getBackendName() const override { return "torchtp"; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: ProcessGroup::splitGroup writes the new group's name and timeout into what it gets.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+  // A group of some ranks of this one; null on the others.
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+  // A group with ranks that have not been in this one, on a store that all of them reach.
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& options, const int& rank,
+                                          const int& size) override;
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -145,6 +159,7 @@ class TorchtpBackend : public c10d::Backend {
   WorkPtr remember(WorkPtr work);
 
   const c10::intrusive_ptr<Options> options_;
+  const MakeGroup make_group_;
   const MadeEngine made_;
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<DeviceGroup> device_;

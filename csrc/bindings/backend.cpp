@@ -24,17 +24,19 @@ void bind_backend(pybind11::module_& m) {
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, const std::string& group_name,
                        const std::vector<uint64_t>& global_ranks, backend::DeviceGroup::Make make_device_group,
-                       std::shared_ptr<backend::Trace> trace, std::shared_ptr<ForkGuard> fork_guard) {
+                       TorchtpBackend::MakeGroup make_group, std::shared_ptr<backend::Trace> trace,
+                       std::shared_ptr<ForkGuard> fork_guard) {
              auto options = c10::make_intrusive<TorchtpBackend::Options>(timeout);
              options->group_name = group_name;
              options->global_ranks_in_group = global_ranks;
              return c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
-                                                        std::move(trace), std::move(fork_guard));
+                                                        std::move(make_group), std::move(trace), std::move(fork_guard));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
-           py::arg("global_ranks"), py::arg("make_device_group"), py::arg("trace") = nullptr,
+           py::arg("global_ranks"), py::arg("make_device_group"), py::arg("make_group"), py::arg("trace") = nullptr,
            py::arg("fork_guard") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("hosts", &TorchtpBackend::hosts)
+      .def_property_readonly("options", &TorchtpBackend::getBackendOptions)
       .def(
           "_set_inner_device",
           [](TorchtpBackend& self, const std::string& type) { self.set_inner_device(c10::Device(type).type()); },
