@@ -71,6 +71,36 @@ REDUCTIONS = {
     "gather_c": (lambda x: x.gather(1, labels().unsqueeze(1)), [IMAGE]),
     "cumsum_c": (lambda x: x.cumsum(1).sin(), [IMAGE]),
 }
+ALONG = {
+    "cumsum_w": (lambda x: x.cumsum(3).sin(), [IMAGE]),
+    "cumsum_h": (lambda x: x.cumsum(-2).sin(), [IMAGE]),
+    "box_filter": (lambda x: x.cumsum(2).cumsum(3)[..., 2:, 2:] * x[..., 2:, 2:], [IMAGE]),
+    "cumprod_w": (lambda x: x.detach().cumprod(3), [IMAGE]),
+    "logcumsumexp_h": (lambda x: x.logcumsumexp(2), [IMAGE]),
+    "sort_w": (lambda x: x.sort(3, descending=True).values * 2, [IMAGE]),
+    "argsort_w": (lambda x: x.detach().argsort(3), [IMAGE]),
+    "topk_w": (lambda x: x.topk(4, 3).values, [IMAGE]),
+    "topk_1": (lambda x: x.topk(1, 2).values * x, [IMAGE]),
+    "max_w": (lambda x: x.max(3).values, [IMAGE]),
+    "min_h_keepdim": (lambda x: x.min(2, keepdim=True).values * x, [IMAGE]),
+    "argmax_w": (lambda x: x.detach().argmax(3), [IMAGE]),
+    "median_w": (lambda x: x.median(3).values, [IMAGE]),
+    "kthvalue_h": (lambda x: x.kthvalue(3, 2, keepdim=True).values, [IMAGE]),
+    "cummax_w": (lambda x: x.cummax(3).values, [IMAGE]),
+    "prod_w": (lambda x: x.detach().prod(3), [IMAGE]),
+    "any_masked_sort": (lambda x: (x.detach() > 0).sort(3).values, [IMAGE]),
+    "sort_two_channels": (lambda x: x[:1, :2].sort(3).values, [IMAGE]),
+    "gather_w": (lambda x: x.gather(3, x.detach().argsort(3)), [IMAGE]),
+    "gather_some_w": (lambda x: x.gather(3, x.detach().argsort(3)[..., :5]), [IMAGE]),
+    "scatter_h": (lambda x: torch.zeros_like(x).scatter(2, x.detach().argsort(2), x), [IMAGE]),
+    "rfft2": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x) * 2, s=x.shape[-2:]) * x, [IMAGE]),
+    "rfft_w": (lambda x: torch.view_as_real(torch.fft.rfft(x, dim=-1, norm="ortho")), [IMAGE]),
+    "fft_h": (lambda x: torch.fft.ifft(torch.fft.fft(x, dim=2).mul(1j), dim=2).imag, [IMAGE]),
+    "fft_some": (lambda x: torch.fft.fft2(x[..., :2]).abs(), [IMAGE]),  # some ranks hold none
+    "fft_c": (lambda x: torch.fft.fft(x, dim=1).real, [IMAGE]),
+    "hfft_w": (lambda x: torch.fft.hfft(x, n=11, dim=3), [IMAGE]),
+    "fftshift": (lambda x: torch.fft.fftshift(torch.fft.fft2(x), dim=(-2, -1)).real, [IMAGE]),
+}
 LOSSES = {
     "mse": (lambda x, y: F.mse_loss(x, y), [IMAGE, IMAGE]),
     "mse_sum": (lambda x, y: F.mse_loss(x, y, reduction="sum"), [IMAGE, IMAGE]),
@@ -141,7 +171,7 @@ POINTWISE = {
     ),
     "pow": (lambda x: x.square().add(1).pow(1.5), [IMAGE]),
 }
-CASES = REDUCTIONS | LOSSES | POINTWISE
+CASES = REDUCTIONS | ALONG | LOSSES | POINTWISE
 ONCE = {"max", "amax", "amin_h", "norm_inf", "hardsigmoid"}  # what is not smooth has no second derivative to compare
 
 

@@ -2,6 +2,7 @@
 
 from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     adaptive_max_pool,
+    along,
     collectives,
     convolution,
     fallback,

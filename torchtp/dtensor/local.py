@@ -8,12 +8,13 @@ import torch
 
 from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.parts import linked
 from torchtp.dtensor.pointwise import common_placements, pointwise
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import DTensor, Op, Replicate, plain_shard
+from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, plain_shard
 
 
 @spatial_rule("channel_shuffle", "native_channel_shuffle")
@@ -49,6 +50,25 @@ def view_as_other(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         shape, stride = tuple(tensor.shape[:-1]), tuple(step // 2 for step in tensor.stride()[:-1])
     return wrap(op(local), mesh, placements, torch.Size(shape), stride)
+
+
+@spatial_rule("_conj")
+def conjugate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy, where PyTorch gives a view: local parts that are marked as conjugated are refused by some ops."""
+    (tensor,) = args
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+
+    def take(whole: DTensor) -> DTensor:
+        local, mesh, placements = summed(whole)
+        return wrap(local.conj_physical(), mesh, placements, whole.shape, whole.stride())
+
+    def put(part: DTensor, whole: DTensor) -> None:
+        local_of(whole).copy_(local_of(part).conj_physical())
+
+    part = take(tensor)
+    linked(tensor, part, take, put)
+    return part
 
 
 @spatial_rule("bucketize.Tensor", "searchsorted.Tensor")

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
+from torchtp.dtensor.cut import Placements, full_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.shape import summed
-from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -21,7 +20,6 @@ from torchtp.dtensor.upstream import (
     Placement,
     Replicate,
     Shard,
-    local_of,
     make_spec,
     passthrough,
     plain_shard,
@@ -88,7 +86,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @spatial_rule("sum.dim_IntList", "sum")
 def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = _named(op, args, kwargs)
+    named = named_arguments(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
     if not taken(tensor):
         return unruled(op, args, kwargs)
@@ -101,7 +99,7 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @spatial_rule("mean.dim", "mean")
 def mean_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = _named(op, args, kwargs)
+    named = named_arguments(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
     if not taken(tensor):
         return unruled(op, args, kwargs)
@@ -138,7 +136,7 @@ _LOWEST = {"max": "min", "min": "max"}
 
 
 def _extreme(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], which: str) -> Any:
-    named = _named(op, args, kwargs)
+    named = named_arguments(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
     if not taken(tensor):
         return unruled(op, args, kwargs)
@@ -176,7 +174,7 @@ def _as_bool(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @spatial_rule("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.Scalar")
 def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = _named(op, args, kwargs)
+    named = named_arguments(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
     order = named.get("ord", named.get("p"))
     if not taken(tensor):
@@ -193,77 +191,6 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return to.wrap(to.total(power).pow(1 / order).to(magnitude.dtype))
 
 
-@spatial_rule(
-    "cumsum", "cumprod", "argmax", "argmin", "max.dim", "min.dim", "sort", "sort.stable",
-    "topk", "prod.dim_int", "glu", "median.dim", "logcumsumexp", "cummax", "cummin", "kthvalue",
-)  # fmt: skip
-def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops along one dim: local where that dim is whole."""
-    named = _named(op, args, kwargs)
-    tensor, dims = named["self"], named.get("dim")
-    if not taken(tensor) or dims is None:
-        return unruled(op, args, kwargs)
-    local, mesh, placements = summed(tensor)
-    dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
-    if any(plain_shard(p) and p.dim in dims for p in placements):
-        return unruled(op, args, kwargs)
-    return _wrapped_like(op(local, *args[1:], **kwargs), tensor, local, dims, mesh, placements)
-
-
-@spatial_rule("glu_backward")
-def along_whole_dim_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = [argument.name for argument in op._schema.arguments]
-    tensor, dim = args[1], args[names.index("dim")] % args[1].dim()
-    if not taken(tensor):
-        return unruled(op, args, kwargs)
-    _, mesh, placements = summed(tensor)
-    if any(plain_shard(p) and p.dim == dim for p in placements):
-        return unruled(op, args, kwargs)
-    others = [
-        cut_locally(arg, mesh, placements)
-        if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor)
-        else redistributed(local_of(arg), spec_of(arg), placements)
-        if isinstance(arg, DTensor)
-        else arg
-        for arg in args
-    ]
-    return wrap(op(*others, **kwargs), mesh, placements, tensor.shape)
-
-
-def _wrapped_like(
-    results: Any, tensor: DTensor, local: torch.Tensor, dims: set[int], mesh: DeviceMesh, placements: Placements
-) -> Any:
-    if isinstance(results, (tuple, list)):
-        return tuple(_wrapped_like(result, tensor, local, dims, mesh, placements) for result in results)
-    if results.dim() == tensor.dim():
-        kept = placements
-        shape = torch.Size([results.size(d) if d in dims else tensor.size(d) for d in range(tensor.dim())])
-    else:
-        kept = tuple(Shard(p.dim - len([d for d in dims if d < p.dim])) if plain_shard(p) else p for p in placements)
-        shape = torch.Size([size for dim, size in enumerate(tensor.shape) if dim not in dims])
-    return wrap(results, mesh, kept, shape)
-
-
-@spatial_rule("gather", "scatter.src", "scatter.value", "scatter_add", "scatter_.src", "scatter_.value", "scatter_add_")
-def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is picked or put along one dim: local where that dim is whole and the others agree."""
-    values = bound(op, args, kwargs)
-    tensor, dim, index = values[0], values[1] % max(1, values[0].dim()), values[2]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t)), None)
-    if lead is None:
-        return unruled(op, args, kwargs)
-    mesh = lead.device_mesh
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
-    cut = [p.dim for p in placements if plain_shard(p)]
-    agree = all(t.dim() == lead.dim() and all(t.size(d) == lead.size(d) for d in cut) for t in tensors)
-    in_place = op._schema.name.endswith("_")
-    if dim in cut or not agree or has_strided_shard(lead) or (in_place and tensor is not lead):
-        return unruled(op, args, kwargs)
-    local = op(*(local_as(v, mesh, placements) if isinstance(v, torch.Tensor) else v for v in args), **kwargs)
-    return tensor if in_place else wrap(local, mesh, placements, index.shape if "gather" in op.name() else tensor.shape)
-
-
 @rule("_local_scalar_dense")
 def item(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The value of the whole: upstream gives this rank's part of a sum."""
@@ -273,5 +200,5 @@ def item(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return passthrough(op, args, kwargs)
 
 
-def _named(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip((argument.name for argument in op._schema.arguments), bound(op, args, kwargs), strict=True))

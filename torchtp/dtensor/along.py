@@ -1,0 +1,226 @@
+"""Ops along some dims of cut DTensors: local where these are whole; where they are cut, other dims are cut instead."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, owned, wrap
+from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.moving import everywhere
+from torchtp.dtensor.reduction import named_arguments
+from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.shape import resized, summed, taken, without
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Partial,
+    Replicate,
+    local_of,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """Over a mesh axis: `dim` becomes whole, and `other` is cut in its place."""
+
+    axis: int
+    dim: int
+    other: int
+
+
+class _Turn:
+    """How tensors of one cut are given other cuts, so that `dims` are whole, and what was made of them the old ones.
+
+    Each way a rank sends no more than it holds. Which dims are cut instead, and whether there are such, is decided by the
+    global shape, which is the same on all ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: Placements, shape: torch.Size, dims: set[int]):
+        self.mesh = mesh
+        self.placements = placements
+        self.dims = dims
+        self.swaps: list[_Swap] = []
+        sizes = axes_of(mesh).sizes
+        pieces = [1] * len(shape)
+        for axis, placement in enumerate(placements):
+            if plain_shard(placement):
+                pieces[placement.dim] *= sizes[axis]
+        others = [dim for dim in range(len(shape)) if dim not in dims]
+        cut = [(axis, place.dim) for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
+        self.possible = bool(others) and len({dim for _, dim in cut}) == len(cut)
+        for axis, dim in cut if self.possible else ():
+            other = max(others, key=lambda dim: shape[dim] / pieces[dim])
+            pieces[other] *= sizes[axis]
+            self.swaps.append(_Swap(axis, dim, other))
+            self.possible = self.possible and shape[other] > 1
+
+    def there(self, local: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, list[int]]:
+        """This rank's part with `dims` whole, of a tensor of global `shape`; and how long the dims cut instead were."""
+        extents = []
+        for swap in self.swaps:
+            extents.append(local.size(swap.other))
+            local = _swapped(local, self.mesh, swap.axis, swap.dim, shape[swap.dim], swap.other)
+        return local, extents
+
+    def back(self, local: torch.Tensor, extents: list[int]) -> tuple[torch.Tensor, Placements]:
+        """What was made of such a part, cut as in the beginning; where one row is left of a dim, whole on all ranks."""
+        placements = list(self.placements)
+        for swap, extent in zip(reversed(self.swaps), reversed(extents), strict=True):
+            if local.size(swap.dim) > 1:
+                local = _swapped(local, self.mesh, swap.axis, swap.other, extent, swap.dim)
+            else:
+                local = everywhere(local.contiguous(), self.mesh, swap.axis, swap.other, extent, 0, extent)
+                placements[swap.axis] = Replicate()
+        return local, tuple(placements)
+
+
+def _swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: int, other: int) -> torch.Tensor:
+    """Of a part that is cut along `dim` (of `extent`), one that is cut along `other` instead, over the same axis."""
+    axes = axes_of(mesh)
+    size, rank = axes.sizes[axis], axes.ranks[axis]
+    dense = local.resolve_conj().resolve_neg()
+    pieces = [dense.narrow(other, begin, end - begin) for begin, end in _chunks(local.size(other), size)]
+    shapes = []
+    for begin, end in _chunks(extent, size):
+        shape = list(pieces[rank].shape)
+        shape[dim] = end - begin
+        shapes.append(shape)
+    sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)  # of any dtype, on any backend
+    itemsize = local.element_size()
+    counts = [math.prod(shape) * itemsize for shape in shapes]
+    arrived = functional.all_to_all_single(
+        sent, counts, [piece.numel() * itemsize for piece in pieces], axes.groups[axis]
+    )
+    arrived = functional.wait_tensor(arrived).view(local.dtype)
+    parts = arrived.split([count // itemsize for count in counts])
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
+def _chunks(extent: int, size: int) -> list[tuple[int, int]]:
+    return [owned(extent, size, rank) for rank in range(size)]
+
+
+@spatial_rule(
+    "cumsum", "cumprod", "argmax", "argmin", "max.dim", "min.dim", "sort", "sort.stable",
+    "topk", "prod.dim_int", "glu", "median.dim", "logcumsumexp", "cummax", "cummin", "kthvalue",
+    "_fft_r2c", "_fft_c2c", "_fft_c2r",
+)  # fmt: skip
+def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ops along some dims: local where they are whole."""
+    named = named_arguments(op, args, kwargs)
+    tensor, dims = named["self"], named.get("dim")
+    if not taken(tensor) or dims is None:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    if not any(plain_shard(p) and p.dim in dims for p in placements):
+        return _wrapped_like(_computed(op, local, args, kwargs), tensor, dims, mesh, placements)
+    turn = _Turn(mesh, placements, tensor.shape, dims)
+    if not turn.possible:
+        return unruled(op, args, kwargs)
+    part, extents = turn.there(local, tensor.shape)
+
+    def give_back(result: torch.Tensor) -> DTensor:
+        if result.dim() == tensor.dim():
+            mine, placed = turn.back(result, extents)
+            return wrap(mine, mesh, placed, _shape_of(result, tensor, dims))
+        (dim,) = dims
+        mine, placed = turn.back(result.unsqueeze(dim), extents)
+        return wrap(mine.squeeze(dim), mesh, without(placed, dim), _shape_of(result, tensor, dims))
+
+    results = _computed(op, part, args, kwargs)
+    return give_back(results) if isinstance(results, torch.Tensor) else tuple(map(give_back, results))
+
+
+def _computed(op: Op, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the op gives of this rank's part; of one without elements, too, which Fourier transforms refuse."""
+    if local.numel() or not op._schema.name.startswith("aten::_fft"):
+        return op(local, *args[1:], **kwargs)
+    one = op(local.new_zeros([max(1, size) for size in local.shape]), *args[1:], **kwargs)
+    return one[tuple(slice(0, 0) if size == 0 else slice(None) for size in local.shape)]
+
+
+@spatial_rule("glu_backward")
+def along_whole_dim_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = [argument.name for argument in op._schema.arguments]
+    tensor, dim = args[1], args[names.index("dim")] % args[1].dim()
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    _, mesh, placements = summed(tensor)
+    if any(plain_shard(p) and p.dim == dim for p in placements):
+        return unruled(op, args, kwargs)
+    others = [
+        cut_locally(arg, mesh, placements)
+        if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor)
+        else redistributed(local_of(arg), spec_of(arg), placements)
+        if isinstance(arg, DTensor)
+        else arg
+        for arg in args
+    ]
+    return wrap(op(*others, **kwargs), mesh, placements, tensor.shape)
+
+
+def _wrapped_like(results: Any, tensor: DTensor, dims: set[int], mesh: DeviceMesh, placements: Placements) -> Any:
+    if isinstance(results, (tuple, list)):
+        return tuple(_wrapped_like(result, tensor, dims, mesh, placements) for result in results)
+    kept = placements
+    if results.dim() < tensor.dim():
+        for dim in sorted(dims, reverse=True):
+            kept = without(kept, dim)
+    return wrap(results, mesh, kept, _shape_of(results, tensor, dims))
+
+
+def _shape_of(result: torch.Tensor, tensor: DTensor, dims: set[int]) -> torch.Size:
+    """The global shape of a result that has `dims` whole, or has them no more."""
+    if result.dim() == tensor.dim():
+        return torch.Size([result.size(dim) if dim in dims else tensor.size(dim) for dim in range(tensor.dim())])
+    return torch.Size([size for dim, size in enumerate(tensor.shape) if dim not in dims])
+
+
+@spatial_rule("gather", "scatter.src", "scatter.value", "scatter_add", "scatter_.src", "scatter_.value", "scatter_add_")
+def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is picked or put along one dim, where the others agree."""
+    values = bound(op, args, kwargs)
+    tensor, dim, index = values[0], values[1] % max(1, values[0].dim()), values[2]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t)), None)
+    if lead is None:
+        return unruled(op, args, kwargs)
+    mesh = lead.device_mesh
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
+    cut = [p.dim for p in placements if plain_shard(p)]
+    agree = all(t.dim() == lead.dim() and all(t.size(d) == lead.size(d) for d in cut if d != dim) for t in tensors)
+    in_place = op._schema.name.endswith("_")
+    if not agree or has_strided_shard(lead) or (in_place and tensor is not lead):
+        return unruled(op, args, kwargs)
+    shape = index.shape if "gather" in op.name() else tensor.shape
+    if dim not in cut:
+        local = op(*(local_as(v, mesh, placements) if isinstance(v, torch.Tensor) else v for v in args), **kwargs)
+        return tensor if in_place else wrap(local, mesh, placements, shape)
+    turn = _Turn(mesh, placements, lead.shape, {dim})
+    alike = all(resized(t.shape, dim, 1) == resized(lead.shape, dim, 1) for t in tensors)
+    if not alike or not turn.possible or (in_place and spec_of(lead).placements != placements):
+        return unruled(op, args, kwargs)
+    parts: list[Any] = []
+    extents: list[int] = []  # the same for all tensors
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            value, extents = turn.there(local_as(value, mesh, placements), value.shape)
+        parts.append(value)
+    local, placed = turn.back(op(*parts, **kwargs), extents)
+    if in_place:
+        local_of(lead).copy_(cut_locally(local, mesh, placements) if placed != placements else local)
+        return tensor
+    return wrap(local, mesh, placed, shape)
