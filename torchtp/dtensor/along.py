@@ -11,8 +11,7 @@ import torch
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, owned, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere
-from torchtp.dtensor.reduction import named_arguments
-from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
 from torchtp.dtensor.shape import resized, summed, taken, without
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial

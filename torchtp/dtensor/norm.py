@@ -15,7 +15,7 @@ from torchtp.dtensor.cut import (
     wrap,
 )
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.registry import bound, named_arguments, rule
 from torchtp.dtensor.sharing import hand_out, hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, plain_shard
@@ -71,7 +71,7 @@ def _batch_norm(
 @rule("native_batch_norm", "_native_batch_norm_legit.", "_native_batch_norm_legit.no_stats", "cudnn_batch_norm",
       "miopen_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update")  # fmt: skip
 def batch_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = _named(op, args, kwargs)
+    named = named_arguments(op, args, kwargs)
     input = named["input"]
     if not hasattr(ops, "batch_norm") or not _takes(input, named.get("weight")):
         return unruled(op, args, kwargs)
@@ -88,7 +88,7 @@ def batch_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward")
 def batch_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    named = _named(op, args, kwargs)
+    named = named_arguments(op, args, kwargs)
     input, weight = named["input"], named.get("weight")
     if not hasattr(ops, "batch_norm") or not _takes(input, weight):
         return unruled(op, args, kwargs)
@@ -120,10 +120,6 @@ def gradients(
         parameter_gradient(grads[1], weight, mesh, placements) if mask[1] else None,
         parameter_gradient(grads[2], weight if bias is None else bias, mesh, placements) if mask[2] else None,
     )
-
-
-def _named(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip((argument.name for argument in op._schema.arguments), bound(op, args, kwargs), strict=True))
 
 
 @rule("native_group_norm")

@@ -9,7 +9,7 @@ import torch
 
 from torchtp.dtensor.cut import Placements, full_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
-from torchtp.dtensor.registry import bound, rule, spatial_rule
+from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
 from torchtp.dtensor.shape import summed
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
@@ -198,7 +198,3 @@ def item(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(not isinstance(placement, Replicate) for placement in spec_of(tensor).placements):
         return op(full_of(tensor))
     return passthrough(op, args, kwargs)
-
-
-def named_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip((argument.name for argument in op._schema.arguments), bound(op, args, kwargs), strict=True))

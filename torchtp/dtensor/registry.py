@@ -155,6 +155,11 @@ def bound(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, .
     return args + tuple(kwargs.get(names[i], defaults[i]) for i in range(len(args), len(names)))
 
 
+def named_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    return dict(zip(_signature(op)[0], bound(op, args, kwargs), strict=True))
+
+
 def words(text: str) -> tuple[str, ...]:
     """The names in a table that is written as running text."""
     return tuple(text.split())
