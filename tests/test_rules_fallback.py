@@ -233,8 +233,8 @@ def run_on_a_mesh_of_others():
     torchtp.dtensor.mark(init_device_mesh("cpu", (2,)), [0])
     mesh = DeviceMesh("cpu", [1])
     ones = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)])
-    total = ones.cumsum(0).sum().to_local()
-    assert total.item() == (30 if dist.get_rank() == 1 else 0)
+    total = ones.cumsum(0).add(2).mul(ones).sum().to_local()
+    assert total.item() == (54 if dist.get_rank() == 1 else 0)
     return [part.to_local().numel() for part in ones.split([2, 1], dim=1)]
 
 

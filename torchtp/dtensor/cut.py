@@ -46,7 +46,7 @@ class Axes:
     """What the rules ask of a mesh again and again, asked once."""
 
     sizes: tuple[int, ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # none on a rank outside of the mesh
     groups: tuple[str, ...]
     spatial: set[int]  # of all meshes equal to this one
     writes_into_plain: bool = False  # whether a DTensor was ever written into a plain tensor whose gradient is recorded

@@ -63,7 +63,8 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if all(
         isinstance(t, DTensor) and spec_of(t).placements == spec.placements and t.shape == lead.shape for t in tensors
     ):
-        if any(isinstance(placement, Partial) for placement in spec.placements):
+        outside = not axes_of(spec.mesh).ranks  # of the mesh, where a rank holds nothing
+        if outside or any(isinstance(placement, Partial) for placement in spec.placements):
             return passthrough(op, args, kwargs)
         mesh, placements, shape = spec.mesh, spec.placements, lead.shape
         local_args = [local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
