@@ -112,3 +112,12 @@ def test_empty_is_poisoned_here(dtype):
     assert torch.empty(3, dtype=dtype).isnan().all()
     assert torch.ops.aten.empty_strided([3], [1], dtype=dtype).isnan().all()
     assert torch.zeros(3, dtype=dtype).new_empty(3).isnan().all()
+
+
+def test_a_function_of_the_started_program_is_refused():
+    def of_the_program():
+        pass
+
+    of_the_program.__module__ = "__main__"
+    with pytest.raises(ValueError, match="of_the_program is of the program that was started"):
+        run_ranks(of_the_program, 2)

@@ -71,7 +71,8 @@ def run_ranks(
     calls of the same size and backend, unless `fresh` or `fn` touched the default process group.
 
     Raises RanksFailed with the tracebacks if a rank raised or died, and TimeoutError with the stacks of the ranks that
-    had not returned after `timeout` seconds; the workers are gone in both cases.
+    had not returned after `timeout` seconds; the workers are gone in both cases. ValueError if `fn` can't be imported, as
+    those of the started program (`__main__`), or something does not pickle.
     """
     pool = _pools.take(size, backend, fresh)
     try:
@@ -171,6 +172,11 @@ class _Pool:
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], bool]:
         name = getattr(fn, "__qualname__", repr(fn))
+        if fn.__module__ == "__main__":
+            raise ValueError(
+                f"run_ranks needs a function of a module, which the ranks' processes import, and {name} is of the program "
+                "that was started (__main__): put it into a file of its own and import it from there"
+            )
         try:
             message = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
