@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor.cut import full_of, wrap
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES, words
 from torchtp.dtensor.sharing import Share, made_takes_whole, share_of
+from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather
 
 _state = threading.local()
@@ -121,7 +122,7 @@ def running() -> Iterator[set[int]]:
 
 def is_running() -> bool:
     """Whether a parallelized forward, or the recomputation of a piece of one in a backward, runs on this thread."""
-    return is_inside() or torch._C._current_graph_task_id() != -1
+    return is_inside() or in_backward()
 
 
 def is_inside() -> bool:

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtp import _C, lazy
 from torchtp.dtensor import mark, notice
 from torchtp.dtensor.cut import cut_locally, wrap
-from torchtp.dtensor.upstream import Op, plain_shard, spec_of
+from torchtp.dtensor.upstream import Op, in_backward, plain_shard, spec_of
 from torchtp.measure import SavedBytes
 
 _META = torch.device("meta")
@@ -141,7 +141,7 @@ class _Modules:
                 pending.extend(before for before, _ in node.next_functions)
 
     def place(self, op: Op) -> Place:
-        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        phase = "backward" if in_backward() else "forward"
         if self._running:
             return Place(_name(op), self._running[-1], phase)
         node: Any = torch._C._current_autograd_node()

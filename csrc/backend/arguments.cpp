@@ -36,6 +36,7 @@ void check_same_length(const Tensors& outputs, const Tensors& inputs, const char
 }
 
 bool share_memory(const Tensors& tensors) {
+  if (tensors.size() < 2) return false;
   std::vector<std::pair<const char*, const char*>> spans;
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() == 0) continue;

@@ -58,13 +58,13 @@ TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Ten
           fingerprint(0, Kind::kAllreduce, total_numel(tensors), dtype_of(tensors), reducing[0].op()),
           [tensors, reducing](const Call& call) {
             // A tensor that comes twice, or as another's view, is reduced as it was when the call began.
-            Tensors inputs = tensors;
+            Tensors copies;
             if (share_memory(tensors)) {
-              for (at::Tensor& input : inputs) input = input.clone();
+              for (const at::Tensor& tensor : tensors) copies.push_back(tensor.clone());
             }
             for (size_t i = 0; i < tensors.size(); ++i) {
               const at::Tensor& tensor = tensors[i];
-              Dense dense = reducing[i].load(inputs[i]);
+              Dense dense = reducing[i].load(copies.empty() ? tensor : copies[i]);
               call.engine.allreduce(call.sequence, dense.data(), tensor.numel(), tensor.scalar_type(),
                                     reducing[i].op());
               if (!dense.is(tensor)) tensor.copy_(dense.memory());

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, owned, wrap
+from torchtp.dtensor.cut import Placements, axes_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
-from torchtp.dtensor.moving import everywhere
+from torchtp.dtensor.moving import everywhere, swapped
 from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
 from torchtp.dtensor.shape import resized, summed, taken, without
 from torchtp.dtensor.sharing import local_as
@@ -23,11 +22,8 @@ from torchtp.dtensor.upstream import (
     Replicate,
     local_of,
     plain_shard,
-    redistributed,
     spec_of,
 )
-
-functional = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ class _Turn:
     def __init__(self, mesh: DeviceMesh, placements: Placements, shape: torch.Size, dims: set[int]):
         self.mesh = mesh
         self.placements = placements
-        self.dims = dims
         self.swaps: list[_Swap] = []
         sizes = axes_of(mesh).sizes
         pieces = [1] * len(shape)
@@ -58,7 +53,7 @@ class _Turn:
                 pieces[placement.dim] *= sizes[axis]
         others = [dim for dim in range(len(shape)) if dim not in dims]
         cut = [(axis, place.dim) for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
-        self.possible = bool(others) and len({dim for _, dim in cut}) == len(cut)
+        self.possible = not cut or (bool(others) and len({dim for _, dim in cut}) == len(cut))
         for axis, dim in cut if self.possible else ():
             other = max(others, key=lambda dim: shape[dim] / pieces[dim])
             pieces[other] *= sizes[axis]
@@ -70,7 +65,7 @@ class _Turn:
         extents = []
         for swap in self.swaps:
             extents.append(local.size(swap.other))
-            local = _swapped(local, self.mesh, swap.axis, swap.dim, shape[swap.dim], swap.other)
+            local = swapped(local, self.mesh, swap.axis, swap.dim, shape[swap.dim], swap.other)
         return local, extents
 
     def back(self, local: torch.Tensor, extents: list[int]) -> tuple[torch.Tensor, Placements]:
@@ -78,37 +73,11 @@ class _Turn:
         placements = list(self.placements)
         for swap, extent in zip(reversed(self.swaps), reversed(extents), strict=True):
             if local.size(swap.dim) > 1:
-                local = _swapped(local, self.mesh, swap.axis, swap.other, extent, swap.dim)
+                local = swapped(local, self.mesh, swap.axis, swap.other, extent, swap.dim)
             else:
                 local = everywhere(local.contiguous(), self.mesh, swap.axis, swap.other, extent, 0, extent)
                 placements[swap.axis] = Replicate()
         return local, tuple(placements)
-
-
-def _swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: int, other: int) -> torch.Tensor:
-    """Of a part that is cut along `dim` (of `extent`), one that is cut along `other` instead, over the same axis."""
-    axes = axes_of(mesh)
-    size, rank = axes.sizes[axis], axes.ranks[axis]
-    dense = local.resolve_conj().resolve_neg()
-    pieces = [dense.narrow(other, begin, end - begin) for begin, end in _chunks(local.size(other), size)]
-    shapes = []
-    for begin, end in _chunks(extent, size):
-        shape = list(pieces[rank].shape)
-        shape[dim] = end - begin
-        shapes.append(shape)
-    sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)  # of any dtype, on any backend
-    itemsize = local.element_size()
-    counts = [math.prod(shape) * itemsize for shape in shapes]
-    arrived = functional.all_to_all_single(
-        sent, counts, [piece.numel() * itemsize for piece in pieces], axes.groups[axis]
-    )
-    arrived = functional.wait_tensor(arrived).view(local.dtype)
-    parts = arrived.split([count // itemsize for count in counts])
-    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
-
-
-def _chunks(extent: int, size: int) -> list[tuple[int, int]]:
-    return [owned(extent, size, rank) for rank in range(size)]
 
 
 @spatial_rule(
@@ -117,27 +86,27 @@ def _chunks(extent: int, size: int) -> list[tuple[int, int]]:
     "_fft_r2c", "_fft_c2c", "_fft_c2r",
 )  # fmt: skip
 def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops along some dims: local where they are whole."""
+    """Ops along some dims: on parts that have these whole."""
     named = named_arguments(op, args, kwargs)
     tensor, dims = named["self"], named.get("dim")
     if not taken(tensor) or dims is None:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
-    if not any(plain_shard(p) and p.dim in dims for p in placements):
-        return _wrapped_like(_computed(op, local, args, kwargs), tensor, dims, mesh, placements)
     turn = _Turn(mesh, placements, tensor.shape, dims)
     if not turn.possible:
         return unruled(op, args, kwargs)
     part, extents = turn.there(local, tensor.shape)
 
     def give_back(result: torch.Tensor) -> DTensor:
-        if result.dim() == tensor.dim():
-            mine, placed = turn.back(result, extents)
-            return wrap(mine, mesh, placed, _shape_of(result, tensor, dims))
-        (dim,) = dims
-        mine, placed = turn.back(result.unsqueeze(dim), extents)
-        return wrap(mine.squeeze(dim), mesh, without(placed, dim), _shape_of(result, tensor, dims))
+        shape = _shape_of(result, tensor, dims)
+        gone = sorted(dims) if result.dim() < tensor.dim() else []
+        for dim in gone:
+            result = result.unsqueeze(dim)
+        mine, placed = turn.back(result, extents)
+        for dim in reversed(gone):
+            mine, placed = mine.squeeze(dim), without(placed, dim)
+        return wrap(mine, mesh, placed, shape)
 
     results = _computed(op, part, args, kwargs)
     return give_back(results) if isinstance(results, torch.Tensor) else tuple(map(give_back, results))
@@ -160,25 +129,8 @@ def along_whole_dim_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, An
     _, mesh, placements = summed(tensor)
     if any(plain_shard(p) and p.dim == dim for p in placements):
         return unruled(op, args, kwargs)
-    others = [
-        cut_locally(arg, mesh, placements)
-        if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor)
-        else redistributed(local_of(arg), spec_of(arg), placements)
-        if isinstance(arg, DTensor)
-        else arg
-        for arg in args
-    ]
+    others = [local_as(arg, mesh, placements) if isinstance(arg, torch.Tensor) else arg for arg in args]
     return wrap(op(*others, **kwargs), mesh, placements, tensor.shape)
-
-
-def _wrapped_like(results: Any, tensor: DTensor, dims: set[int], mesh: DeviceMesh, placements: Placements) -> Any:
-    if isinstance(results, (tuple, list)):
-        return tuple(_wrapped_like(result, tensor, dims, mesh, placements) for result in results)
-    kept = placements
-    if results.dim() < tensor.dim():
-        for dim in sorted(dims, reverse=True):
-            kept = without(kept, dim)
-    return wrap(results, mesh, kept, _shape_of(results, tensor, dims))
 
 
 def _shape_of(result: torch.Tensor, tensor: DTensor, dims: set[int]) -> torch.Size:
@@ -202,7 +154,8 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
     cut = [p.dim for p in placements if plain_shard(p)]
     agree = all(t.dim() == lead.dim() and all(t.size(d) == lead.size(d) for d in cut if d != dim) for t in tensors)
     in_place = op._schema.name.endswith("_")
-    if not agree or has_strided_shard(lead) or (in_place and tensor is not lead):
+    kept = tensor is lead and spec_of(lead).placements == placements
+    if not agree or has_strided_shard(lead) or (in_place and not kept):
         return unruled(op, args, kwargs)
     shape = index.shape if "gather" in op.name() else tensor.shape
     if dim not in cut:
@@ -210,7 +163,7 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
         return tensor if in_place else wrap(local, mesh, placements, shape)
     turn = _Turn(mesh, placements, lead.shape, {dim})
     alike = all(resized(t.shape, dim, 1) == resized(lead.shape, dim, 1) for t in tensors)
-    if not alike or not turn.possible or (in_place and spec_of(lead).placements != placements):
+    if not alike or not turn.possible or (in_place and tensor.size(dim) == 1):
         return unruled(op, args, kwargs)
     parts: list[Any] = []
     extents: list[int] = []  # the same for all tensors
@@ -220,6 +173,6 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
         parts.append(value)
     local, placed = turn.back(op(*parts, **kwargs), extents)
     if in_place:
-        local_of(lead).copy_(cut_locally(local, mesh, placements) if placed != placements else local)
+        local_of(lead).copy_(local)
         return tensor
     return wrap(local, mesh, placed, shape)

@@ -14,7 +14,7 @@ from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, local_of, plain_shard, spec_of
+from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, in_backward, local_of, plain_shard, spec_of
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ def embedding_dense_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, An
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(numbers)
     table = op(local_as(grad, mesh, placements), local, num_weights, padding_idx, False)
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return wrap(table, mesh, partial_over_shards(placements), table.shape)  # whoever adds it up, does it once
     axes = [axis for axis, placement in enumerate(placements) if plain_shard(placement)]
     return wrap(all_reduced(table, mesh, axes), mesh, (Replicate(),) * mesh.ndim, table.shape)

@@ -17,6 +17,7 @@ from torchtp.dtensor.upstream import (
     Placement,
     Replicate,
     Shard,
+    in_backward,
     local_of,
     passthrough,
     plain_shard,
@@ -31,13 +32,13 @@ def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return passthrough(op, args, kwargs)
     spec, shape = spec_of(tensor), torch.Size(sizes)
     more = len(sizes) - tensor.dim()
-    in_backward = torch._C._current_graph_task_id() != -1  # there it is for what an op made a part of: rfft, gather
     placements: list[Placement] = []
     local_shape = list(shape)
     for axis, placement in enumerate(spec.placements):
         if not plain_shard(placement):
             placements.append(Replicate() if isinstance(placement, Partial) else placement)
-        elif shape[placement.dim + more] != tensor.size(placement.dim) and not in_backward:
+        elif shape[placement.dim + more] != tensor.size(placement.dim) and not in_backward():
+            # In a backward it is for what the tensor was made a part of (rfft, gather), and cut as that was.
             placements.append(Replicate())
         else:
             dim = placement.dim + more

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from torchtp.dtensor.cut import axes_of, owned
 from torchtp.dtensor.upstream import DeviceMesh
+
+functional = torch.ops._c10d_functional
 
 Wants = Callable[[int, int], tuple[int, int]]  # output rows [o0, o1) -> input rows [b, e)
 
@@ -66,6 +69,28 @@ def everywhere(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, exten
     return torch.ops.torchtp.pull(local, dim, extent, [begin] * size, [end] * size, axes.groups[axis], 0)
 
 
+def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: int, other: int) -> torch.Tensor:
+    """Of a part that is cut along `dim` (of `extent`), one that is cut along `other` instead, over the same axis."""
+    axes = axes_of(mesh)
+    size, rank = axes.sizes[axis], axes.ranks[axis]
+    dense = local.resolve_conj().resolve_neg()
+    pieces = [dense.narrow(other, begin, end - begin) for begin, end in _chunks(local.size(other), size)]
+    shapes = []
+    for begin, end in _chunks(extent, size):
+        shape = list(pieces[rank].shape)
+        shape[dim] = end - begin
+        shapes.append(shape)
+    sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)  # of any dtype, on any backend
+    itemsize = local.element_size()
+    counts = [math.prod(shape) * itemsize for shape in shapes]
+    arrived = functional.all_to_all_single(
+        sent, counts, [piece.numel() * itemsize for piece in pieces], axes.groups[axis]
+    )
+    arrived = functional.wait_tensor(arrived).view(local.dtype)
+    parts = arrived.split([count // itemsize for count in counts])
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
 def chunk_of(mesh: DeviceMesh, axis: int, extent: int) -> tuple[int, int]:
     """The rows this rank has of a dim of `extent` that is cut over the axis."""
     axes = axes_of(mesh)
@@ -90,3 +115,7 @@ def _intervals(mesh: DeviceMesh, axis: int, out_extent: int, wants: Wants) -> tu
         begins.append(begin)
         ends.append(max(begin, end))
     return begins, ends
+
+
+def _chunks(extent: int, size: int) -> list[tuple[int, int]]:
+    return [owned(extent, size, rank) for rank in range(size)]

@@ -18,7 +18,7 @@ from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, named_arguments, rule
 from torchtp.dtensor.sharing import hand_out, hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, mark
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, plain_shard
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, in_backward, local_of, plain_shard
 
 ops = torch.ops.torchtp
 
@@ -40,7 +40,7 @@ def plain(tensor: Any) -> Any:
     """A parameter as every rank holds it."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    if not isinstance(tensor, DTensor) and torch._C._current_graph_task_id() != -1:
+    if not isinstance(tensor, DTensor) and in_backward():
         hand_out(tensor)  # autograd's second derivative is one of DTensors
     return full_of(tensor)
 

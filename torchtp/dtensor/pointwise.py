@@ -20,6 +20,7 @@ from torchtp.dtensor.upstream import (
     Placement,
     Replicate,
     Shard,
+    in_backward,
     local_of,
     passthrough,
     plain_shard,
@@ -74,7 +75,7 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not axes_of(mesh).spatial and all(isinstance(tensor, DTensor) for tensor in tensors):
             return passthrough(op, args, kwargs)
         shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
-        if torch._C._current_graph_task_id() != -1 and _is_accumulation(op, tensors):
+        if in_backward() and _is_accumulation(op, tensors):
             return _accumulate(op, args, kwargs)
         placements = _common(op, tensors, shape, mesh)
         local_args = [aligned(op, arg, shape, mesh, placements) for arg in args]

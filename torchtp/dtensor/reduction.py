@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import Placements, full_of, wrap
-from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
-from torchtp.dtensor.shape import summed
-from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.shape import summed, taken
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -20,6 +19,7 @@ from torchtp.dtensor.upstream import (
     Placement,
     Replicate,
     Shard,
+    in_backward,
     make_spec,
     passthrough,
     plain_shard,
@@ -75,10 +75,6 @@ class Reduced:
         return tuple(Partial() if axis in self.axes else p for axis, p in enumerate(self.placements))
 
 
-def taken(tensor: Any) -> bool:
-    return is_spatial(tensor) and not has_strided_shard(tensor)
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What 16-bit floats are summed in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -92,7 +88,7 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
     local = aten.sum.dim_IntList(to.local, to.dims, keepdim, dtype=dtype)
-    if torch._C._current_graph_task_id() != -1:
+    if in_backward():
         return to.wrap(local, to.partial)  # a parameter's gradient: whoever adds it up, does it once
     return to.wrap(to.total(local))
 

@@ -62,7 +62,7 @@ def uncut(placements: Placements, dim: int) -> Placements:
 
 
 def taken(tensor: Any) -> bool:
-    """Whether the rules of shapes take a tensor: cut, and as torch.chunk does it."""
+    """Whether the rules take a tensor: cut, and as torch.chunk does it."""
     return is_spatial(tensor) and not has_strided_shard(tensor)
 
 

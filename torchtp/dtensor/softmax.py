@@ -9,8 +9,9 @@ import torch
 
 from torchtp.dtensor.along import along_whole_dim, along_whole_dim_backward
 from torchtp.dtensor.cut import wrap
-from torchtp.dtensor.reduction import Reduced, taken, wide
+from torchtp.dtensor.reduction import Reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.upstream import DTensor, Op, plain_shard, spec_of
 

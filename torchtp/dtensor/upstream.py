@@ -33,6 +33,7 @@ __all__ = [
     "Shard",
     "StridedShard",
     "become",
+    "in_backward",
     "is_known",
     "local_of",
     "make_dtensor",
@@ -93,6 +94,11 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Plac
 def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh itself; while torch.compile makes a graph, a stand-in takes its place in DTensors."""
     return mesh.__dict__.get("real_obj", mesh)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running a derivative on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_known(op: Op) -> bool:
