@@ -18,7 +18,7 @@ from torchtp import lazy
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.notice import running_module
-from torchtp.dtensor.spatial import is_marked
+from torchtp.dtensor.spatial import is_marked, on_first_mark
 from torchtp.dtensor.whole import Whole
 
 
@@ -65,11 +65,9 @@ def _values(tensor: DTensor, method: str) -> torch.Tensor:
     return full_of(tensor)
 
 
-def install() -> None:
+def _install() -> None:
     """Have DTensor's methods heed the mean rule while a parallelized forward runs; elsewhere they are as before."""
     full_tensor, to_local = DTensor.full_tensor, DTensor.to_local
-    if hasattr(full_tensor, "__wrapped__"):
-        return
 
     @functools.wraps(full_tensor)
     def exact_full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -103,3 +101,6 @@ def install() -> None:
     DTensor.__format__ = printable  # type: ignore[method-assign, assignment]
     DTensor.full_tensor = exact_full_tensor  # type: ignore[method-assign]
     DTensor.to_local = audible_to_local  # type: ignore[method-assign]
+
+
+on_first_mark(_install)

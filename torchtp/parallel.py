@@ -17,13 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
-from torchtp import lazy, leaving, randomness, sync_batch_norm
+from torchtp import lazy, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
 from torchtp.agreement import Described
 from torchtp.awaiting import after_backward
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
-from torchtp.dtensor.upstream import local_of, make_dtensor, spec_of
+from torchtp.dtensor.moving import Recut
+from torchtp.dtensor.upstream import local_of, make_dtensor, plain_shard, spec_of
 from torchtp.dtensor.whole import Gather, Given
 from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
@@ -67,7 +68,6 @@ def parallelize(
     for part in module.modules():
         if is_parallelized(part):
             getattr(part, _STATE).hand_over()
-    leaving.install()
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
@@ -172,7 +172,7 @@ class _State:
         with randomness.stream(self.layout, agreed.notes), lazy.running() as written:
             outputs = forward(*args, **kwargs)
         self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
-        outputs = self._leave(outputs)
+        outputs = self._leave(outputs, [shape for what, shape, _ in tensors if what.startswith(_IMAGE)])
         if reducer is not None:
             for leaf in pytree.tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -303,18 +303,39 @@ class _State:
         )
         return max(filter(self.layout.reaches, plain), default=None)
 
-    def _leave(self, outputs: Any) -> Any:
+    def _leave(self, outputs: Any, images: list[torch.Size]) -> Any:
         def give(leaf: Any) -> Any:
             if not isinstance(leaf, DTensor):
                 return lazy.unwrap(leaf)
             if self.output == "full":
                 return Gather.apply(leaf)
+            leaf = self._cut_as_images(leaf, images)
             if self.output == "local":
                 whole = tuple(Replicate() if isinstance(place, Partial) else place for place in leaf.placements)
                 return (leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local()
             return leaf
 
         return pytree.tree_map(give, outputs)
+
+    def _cut_as_images(self, leaf: DTensor, images: list[torch.Size]) -> DTensor:
+        """An image that went through a sequence of its pixels, say, may be cut along another dim than the layout says."""
+        if leaf.device_mesh != self.layout.spatial_mesh or not self.layout.reaches(leaf.dim()):
+            return leaf
+        wanted = tuple(
+            own if plain_shard(place) else place
+            for place, own in zip(leaf.placements, self.layout.placements(leaf.dim()), strict=True)
+        )
+        if wanted == leaf.placements or not any(_looks_like(leaf.shape, image) for image in images):
+            return leaf
+        return Recut.apply(leaf, wanted)
+
+
+def _looks_like(shape: torch.Size, image: torch.Size) -> bool:
+    """Whether an output of that shape is an image: of as many dims, or without channels and of the same proportions."""
+    if len(shape) == len(image):
+        return True
+    sides = list(zip(shape[1:], image[2:], strict=False))
+    return len(shape) == len(image) - 1 and all(a * sides[0][1] == b * sides[0][0] for a, b in sides)
 
 
 def _is_image(described: Described) -> bool:

@@ -3,6 +3,7 @@
 from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     adaptive_max_pool,
     along,
+    attention,
     collectives,
     convolution,
     fallback,
@@ -19,11 +20,13 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     pad,
     pointwise,
     pooling,
+    product,
     random,
     reduction,
     shape,
     slicing,
     softmax,
+    unfold,
     view,
 )
 from torchtp.dtensor.notice import GatherError, GatherWarning, UncutWarning, strict

@@ -140,6 +140,25 @@ def _shape_of(result: torch.Tensor, tensor: DTensor, dims: set[int]) -> torch.Si
     return torch.Size([size for dim, size in enumerate(tensor.shape) if dim not in dims])
 
 
+@spatial_rule("max_unpool2d", "max_unpool3d")
+def max_unpool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Its indices point anywhere into a plane: ranks have whole planes of some channels or images meanwhile."""
+    input, indices, sizes, *params = bound(op, args, kwargs)
+    dims = set(range(2, input.dim()))
+    if not taken(input) or input.dim() != int(op._schema.name[-2]) + 2:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(input)
+    turn = _Turn(mesh, placements, input.shape, dims)
+    if not turn.possible:
+        return unruled(op, args, kwargs)
+    planes, extents = turn.there(local, input.shape)
+    points, _ = turn.there(local_as(indices, mesh, placements), input.shape)
+    shape = torch.Size([*input.shape[:2], *sizes])
+    unpooled = op(planes, points, sizes, *params) if planes.numel() else planes.new_zeros([*planes.shape[:2], *sizes])
+    mine, placed = turn.back(unpooled, extents)
+    return wrap(mine, mesh, placed, shape)
+
+
 @spatial_rule("gather", "scatter.src", "scatter.value", "scatter_add", "scatter_.src", "scatter_.value", "scatter_add_")
 def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is picked or put along one dim, where the others agree."""

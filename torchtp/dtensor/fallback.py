@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
+from torchtp.dtensor.own_images import on_own_images
 from torchtp.dtensor.parts import Put, Take, linked
 from torchtp.dtensor.registry import COMPOSITE_RULES, bound, install_custom, install_spatial_rules, words
 from torchtp.dtensor.sharing import hand_out
@@ -17,6 +19,7 @@ from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     Op,
+    Partial,
     Replicate,
     StridedShard,
     is_composite,
@@ -44,6 +47,9 @@ LOCAL_UPSTREAM = words(
 
 def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute `op` on whole tensors and cut the results as the first cut argument was."""
+    results = on_own_images(op, args, kwargs)
+    if results is not None:
+        return results
     leaves = pytree.tree_leaves((args, kwargs))
     cut = next(leaf for leaf in leaves if is_spatial(leaf))
     mesh, placements = spec_of(cut).mesh, spec_of(cut).placements
@@ -187,11 +193,19 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if whole:
         return _on_replicas(op, args, kwargs, cut.device_mesh)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
-    try:
-        return passthrough(op, args, kwargs)
-    except NotImplementedError:  # upstream does not know the op
-        args, kwargs = pytree.tree_map(_summed, (args, kwargs))
-        return _on_replicas(op, args, kwargs, cut.device_mesh)
+    with contextlib.suppress(NotImplementedError):  # upstream does not know the op
+        results = passthrough(op, args, kwargs)
+        if not any(map(_is_masked, pytree.tree_leaves(results))):
+            return results
+    args, kwargs = pytree.tree_map(_summed, (args, kwargs))
+    return _on_replicas(op, args, kwargs, cut.device_mesh)
+
+
+def _is_masked(leaf: Any) -> bool:
+    """Whether rows that other ranks have picked are missing; upstream can't sum such any more once their shape changes."""
+    return isinstance(leaf, DTensor) and any(
+        isinstance(p, Partial) and type(p) is not Partial for p in spec_of(leaf).placements
+    )
 
 
 def _summed(leaf: Any) -> Any:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_of, owned
-from torchtp.dtensor.upstream import DeviceMesh
+from torchtp.dtensor.cut import Placements, axes_of, owned, wrap
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    DTensorSpec,
+    Partial,
+    Replicate,
+    local_of,
+    make_spec,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
 
 functional = torch.ops._c10d_functional
 
@@ -89,6 +101,36 @@ def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: 
     arrived = functional.wait_tensor(arrived).view(local.dtype)
     parts = arrived.split([count // itemsize for count in counts])
     return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
+def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> torch.Tensor:
+    """The local tensor under other placements; where another dim is to be cut, a rank sends no more than it holds."""
+    mesh, now = spec.mesh, list(spec.placements)
+    assert spec.tensor_meta is not None
+    shape = spec.tensor_meta.shape
+    if not axes_of(mesh).ranks:
+        return redistributed(local, spec, placements)
+    for axis, (old, new) in enumerate(zip(spec.placements, placements, strict=True)):
+        if old == new or not plain_shard(old) or not plain_shard(new):
+            continue
+        if not any(place.is_shard(dim) for i, place in enumerate(now) if i != axis for dim in (old.dim, new.dim)):
+            local = swapped(local, mesh, axis, old.dim, shape[old.dim], new.dim)
+            now[axis] = new
+    swaps = make_spec(mesh, tuple(now), shape, spec.tensor_meta.stride, spec.tensor_meta.dtype)
+    return redistributed(local, swaps, placements)
+
+
+class Recut(torch.autograd.Function):
+    """A DTensor under other placements; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:
+        ctx.placements = tuple(Replicate() if isinstance(p, Partial) else p for p in tensor.placements)
+        return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        return Recut.apply(grad, ctx.placements), None
 
 
 def chunk_of(mesh: DeviceMesh, axis: int, extent: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
+from torchtp.dtensor.moving import recut
 from torchtp.dtensor.registry import spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.upstream import (
@@ -24,7 +25,6 @@ from torchtp.dtensor.upstream import (
     local_of,
     passthrough,
     plain_shard,
-    redistributed,
     spec_of,
 )
 
@@ -169,11 +169,11 @@ def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: P
     if spec.placements == target:
         return local_of(arg)
     if any(
-        not isinstance(old, (Replicate, Partial)) and old != new
+        not isinstance(old, (Replicate, Partial)) and old != new and not (plain_shard(old) and plain_shard(new))
         for old, new in zip(spec.placements, target, strict=True)
     ):
         notice.gathering(op, arg.shape, arg.dtype)
-    return redistributed(local_of(arg), spec, target)
+    return recut(local_of(arg), spec, target)
 
 
 def _is_accumulation(op: Op, tensors: list[torch.Tensor]) -> bool:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from torchtp import _C
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, redistributed
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally
+from torchtp.dtensor.moving import recut
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -39,7 +40,8 @@ def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> 
     if not isinstance(tensor, DTensor):
         hand_out(tensor)
         return cut_locally(tensor, mesh, placements)
-    return redistributed(local_of(tensor), spec_of(tensor), placements)
+    spec = spec_of(tensor)
+    return local_of(tensor) if spec.placements == placements else recut(local_of(tensor), spec, placements)
 
 
 def _share_gradient(grad: torch.Tensor) -> torch.Tensor:

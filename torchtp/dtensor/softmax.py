@@ -46,6 +46,19 @@ class _Exponentials:
         return to.total(values.new_full(sizes, -math.inf), "max")
 
 
+@spatial_rule("_safe_softmax")
+def safe_softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Softmax, but 0 where all is masked: attention's, where it has no kernel of its own."""
+    tensor, dim, dtype = bound(op, args, kwargs)
+    if not _is_cut_along(tensor, dim):
+        return along_whole_dim(op, args, kwargs)
+    to = Reduced(tensor, dim, keepdim=True)
+    local = to.local.to(dtype or to.local.dtype)
+    of = _Exponentials(to, local.to(wide(local.dtype)), infinite=True)
+    result = (of.values / of.total).masked_fill(of.total == 0, 0)
+    return _like(result.to(local.dtype), to, tensor)
+
+
 @spatial_rule("_softmax", "_log_softmax")
 def softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, widens = bound(op, args, kwargs)

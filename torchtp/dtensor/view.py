@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import dense_stride, wrap
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import axes_of, dense_stride, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import pulled, pushed, same_chunks, scaled
+from torchtp.dtensor.moving import pulled, pushed, recut, same_chunks, scaled
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed
@@ -17,6 +18,7 @@ from torchtp.dtensor.spatial import is_spatial, is_whole
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -112,6 +114,8 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
     groups = groups_of(list(tensor.shape), list(shape))
     if groups is None:
         return None
+    if any(_inside(tensor, mine, theirs, shape) for mine, theirs in groups):
+        return _with_outer_cuts(tensor, groups, shape)
     local, mesh, placements = summed(tensor)
     local_shape: list[int] = list(shape)
     out: list[Placement] = [p if isinstance(p, Replicate) else Replicate() for p in placements]
@@ -152,6 +156,44 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
         copied = True
     return wrap(local, mesh, tuple(out), shape, _stride_of_view(tensor, shape)), copied
+
+
+def _inside(tensor: DTensor, mine: list[int], theirs: list[int], shape: torch.Size) -> bool:
+    """Whether a group of dims that are merged is cut elsewhere than along its outermost dim only."""
+    cut = [dim for dim in mine if axis_cutting(spec_of(tensor).placements, dim) is not None]
+    wide = [dim for dim in mine if tensor.size(dim) != 1]
+    return bool(cut) and len(wide) > 1 and sum(shape[dim] != 1 for dim in theirs) == 1 and cut != wide[:1]
+
+
+def _with_outer_cuts(
+    tensor: DTensor, groups: list[tuple[list[int], list[int]]], shape: torch.Size
+) -> tuple[DTensor, bool] | None:
+    """The same of a tensor whose parts lie scattered in the merged dims: their outermost dim is cut first.
+
+    Where two axes cut such dims the one with fewer ranks cuts the images instead, if there are enough of them; if not, its
+    cut is given up, with notice.
+    """
+    spec = spec_of(tensor)
+    sizes = axes_of(spec.mesh).sizes
+    placements: list[Placement] = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    for mine, theirs in groups:
+        if not _inside(tensor, mine, theirs, shape):
+            continue
+        over = [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in mine]
+        stays = max(over, key=lambda axis: sizes[axis])
+        for axis in over:
+            images = Shard(0)
+            if axis == stays:
+                placements[axis] = Shard(next(dim for dim in mine if tensor.size(dim) != 1))
+            elif 0 not in mine and images not in placements and tensor.size(0) % sizes[axis] == 0:
+                placements[axis] = images
+            else:
+                notice.gathering(aten.view.default, tensor.shape, tensor.dtype)
+                placements[axis] = Replicate()
+    wanted = tuple(placements)
+    local = recut(local_of(tensor), spec, wanted)
+    result = _reshaped(wrap(local, spec.mesh, wanted, tensor.shape), shape)
+    return None if result is None else (result[0], True)
 
 
 def _stride_of_view(tensor: DTensor, shape: torch.Size) -> tuple[int, ...] | None:

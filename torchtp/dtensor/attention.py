@@ -1,0 +1,149 @@
+"""F.scaled_dot_product_attention of cut DTensors: each rank attends for its own queries, images or heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torchtp.dtensor.cut import Placements, axes_of, full_of, owned, wrap
+from torchtp.dtensor.fallback import has_strided_shard
+from torchtp.dtensor.registry import bound, composite_rule
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Partial,
+    Replicate,
+    make_spec,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How queries and output are cut, how keys and values are, and what their gradients are before they are summed."""
+
+    mesh: DeviceMesh
+    query: Placements
+    key: Placements
+    of_key: Placements
+    options: dict[str, Any]  # but for the mask
+    causal: bool
+
+
+def _planned(query: DTensor, key: Any, value: Any, options: dict[str, Any], causal: bool) -> _Plan | None:
+    """None where this is not the way."""
+    last = query.dim() - 1
+    of_query, of_key, gradient = [], [], []
+    for placement in spec_of(query).placements:
+        if not plain_shard(placement) or placement.dim == last:
+            of_query.append(Replicate())
+            of_key.append(Replicate())
+            gradient.append(Replicate())
+        elif placement.dim == last - 1:  # each rank has some of the queries, and needs all keys
+            of_query.append(placement)
+            of_key.append(Replicate())
+            gradient.append(Partial())
+        elif query.size(placement.dim) == key.size(placement.dim):
+            of_query.append(placement)
+            of_key.append(placement)
+            gradient.append(placement)
+        else:
+            return None
+    sharded = [placement.dim for placement in of_query if plain_shard(placement)]
+    if not sharded or len(set(sharded)) < len(sharded):
+        return None
+    return _Plan(query.device_mesh, tuple(of_query), tuple(of_key), tuple(gradient), options, causal)
+
+
+class Attention(torch.autograd.Function):
+    """Keeps queries, keys and values as they are cut, and attends once more in backward: nothing whole is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: DTensor, key: DTensor, value: DTensor, mask: Any, plan: _Plan) -> DTensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.mask, ctx.plan = mask, plan
+        parts = _parts(plan, query, key, value)
+        output = _attended(plan, *parts, _local_mask(plan, mask, query, key))
+        return wrap(output, plan.mesh, plan.query, torch.Size([*query.shape[:-1], value.size(-1)]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
+        query, key, value = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        if torch.is_grad_enabled():
+            return (*_derivable(plan, (query, key, value), ctx.mask, grad, ctx.needs_input_grad), None, None)
+        parts = [part.detach().requires_grad_() for part in _parts(plan, query, key, value)]
+        with torch.enable_grad():
+            output = _attended(plan, *parts, _local_mask(plan, ctx.mask, query, key))
+        grads = torch.autograd.grad(output, parts, local_as(grad, plan.mesh, plan.query))
+        of_query = wrap(grads[0], plan.mesh, plan.query, query.shape)
+        return (of_query, *(_of_key(plan, one, like) for one, like in zip(grads[1:], (key, value), strict=True)), None, None)
+
+
+def _parts(plan: _Plan, query: DTensor, key: DTensor, value: DTensor) -> list[torch.Tensor]:
+    of_key = plan.key
+    return [local_as(t, plan.mesh, p) for t, p in ((query, plan.query), (key, of_key), (value, of_key))]
+
+
+def _of_key(plan: _Plan, grad: torch.Tensor, like: DTensor) -> DTensor:
+    """The sum over the ranks of what came from each one's queries, cut as the keys are."""
+    wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(like).placements)
+    spec = make_spec(plan.mesh, plan.of_key, like.shape, grad.stride(), grad.dtype)
+    return wrap(redistributed(grad, spec, wanted), plan.mesh, wanted, like.shape)
+
+
+def _attended(plan: _Plan, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+    if query.numel() == 0:  # which kernels refuse
+        return (query.sum() + key.sum() + value.sum()) * query.new_zeros([*query.shape[:-1], value.size(-1)])
+    return F.scaled_dot_product_attention(query, key, value, mask, **plan.options)
+
+
+def _local_mask(plan: _Plan, mask: Any, query: DTensor, key: DTensor) -> Any:
+    """The part of the mask for this rank's queries; of a causal one the rows from its first query on."""
+    if plan.causal:
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return None
+    full, shape = full_of(mask), query.shape
+    axes = axes_of(plan.mesh)
+    for axis, placement in enumerate(plan.query):
+        if plain_shard(placement):
+            dim = placement.dim - query.dim() + full.dim()
+            if dim >= 0 and full.size(dim) != 1:
+                begin, end = owned(shape[placement.dim], axes.sizes[axis], axes.ranks[axis])
+                full = full.narrow(dim, begin, end - begin)
+    return full
+
+
+def _derivable(plan: _Plan, tensors: tuple[Any, ...], mask: Any, grad: DTensor, needed: tuple[bool, ...]) -> list[Any]:
+    """The gradients made of ops that can be derived again, as PyTorch's own kernels of attention can't."""
+    wanted = [tensor for tensor, needs in zip(tensors, needed, strict=False) if needs]
+    options = {**plan.options, "is_causal": plan.causal}
+    output = _OP.decompose(*tensors, mask, **options)
+    grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
+    return [next(grads) if needs else None for needs in needed[:3]]
+
+
+_OP = torch.ops.aten.scaled_dot_product_attention.default
+
+
+@composite_rule("scaled_dot_product_attention")
+def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    query, key, value, mask, dropout, causal, scale, grouped = bound(op, args, kwargs)
+    tensors = (query, key, value)
+    ours = is_spatial(query) and not any(map(has_strided_shard, tensors))
+    ours = ours and all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors)
+    learned = isinstance(mask, torch.Tensor) and mask.requires_grad
+    if ours and not dropout and not learned and not (causal and mask is not None):
+        plan = _planned(query, key, value, {"scale": scale, "enable_gqa": grouped}, causal)
+        if plan is not None:
+            return Attention.apply(query, key, value, mask, plan)
+    return op.decompose(*args, **kwargs)

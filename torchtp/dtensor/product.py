@@ -1,0 +1,124 @@
+"""Matrix products of cut DTensors: each mesh axis cuts the batch, the rows, the columns or the sum, as the factors are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import Placements, axes_of, wrap
+from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.registry import bound, composite_rule, named_arguments, spatial_rule
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    DTensor,
+    Op,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    in_backward,
+    make_spec,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
+
+aten = torch.ops.aten
+
+# What the dims of the factors and of the product stand for: batch, rows, the sum, columns.
+_DIMS = {2: ("mk", "kn", "mn"), 3: ("bmk", "bkn", "bmn")}
+
+
+def _letters(tensor: torch.Tensor, dims: str) -> list[str]:
+    """What each mesh axis cuts of a factor, "" where nothing."""
+    return [dims[p.dim] if plain_shard(p) else "" for p in spec_of(tensor).placements]
+
+
+def _kept(of_a: str, of_b: str, b_is_smaller: bool) -> str:
+    """What an axis cuts of the product of two factors that it cuts so: the other factor is taken whole, the smaller one if it may be either."""
+    if "b" in (of_a, of_b):
+        return "b"
+    if of_a == "m" and (of_b != "n" or b_is_smaller):
+        return "m"
+    return "n" if of_b == "n" else of_a or of_b
+
+
+def _placed(dims: str, letters: list[str]) -> Placements:
+    return tuple(Shard(dims.index(letter)) if letter and letter in dims else Replicate() for letter in letters)
+
+
+@spatial_rule("bmm.", "mm.")
+def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    a, b = bound(op, args, kwargs)
+    lead = a if is_spatial(a) else b
+    if not is_spatial(lead) or has_strided_shard(a) or has_strided_shard(b):
+        return unruled(op, args, kwargs)
+    mesh = lead.device_mesh
+    dims_a, dims_b, dims = _DIMS[a.dim()]
+    none = [""] * mesh.ndim
+    cut_a = _letters(a, dims_a) if isinstance(a, DTensor) else none
+    cut_b = _letters(b, dims_b) if isinstance(b, DTensor) else none
+    letters: list[str] = []
+    for of_a, of_b in zip(cut_a, cut_b, strict=True):
+        letter = _kept(of_a, of_b, b.numel() <= a.numel())
+        letters.append("" if letter in letters else letter)
+    for tensor, other, cut, held in ((a, b, cut_a, dims_a), (b, a, cut_b, dims_b)):
+        whole = any(was and now not in held for was, now in zip(cut, letters, strict=True))
+        lost = any(was and not now for was, now in zip(cut, letters, strict=True))
+        if lost or (whole and tensor.numel() > other.numel()):
+            notice.gathering(op, tensor.shape, tensor.dtype)
+    local = op(local_as(a, mesh, _placed(dims_a, letters)), local_as(b, mesh, _placed(dims_b, letters)))
+    shape = torch.Size([*a.shape[:-1], b.size(-1)])
+    made = tuple(Partial() if letter == "k" else place for letter, place in zip(letters, _placed(dims, letters), strict=True))
+    wanted = _summed(made, shape, min(a.numel(), b.numel()), axes_of(mesh).sizes)
+    if wanted != made:
+        local = redistributed(local, make_spec(mesh, made, shape, local.stride(), local.dtype), wanted)
+    return wrap(local, mesh, wanted, shape)
+
+
+def _summed(made: Placements, shape: torch.Size, numel: int, sizes: tuple[int, ...]) -> Placements:
+    """Where parts of sums go: one as large as a factor is cut along its longer dim, the gradient of keys say; others become whole.
+
+    Derivatives leave small ones to be summed by who needs it, as they may belong to a parameter.
+    """
+    placements: list[Placement] = list(made)
+    for axis, placement in enumerate(made):
+        if not isinstance(placement, Partial):
+            continue
+        free = [dim for dim in (len(shape) - 2, len(shape) - 1) if Shard(dim) not in placements]
+        longer = max(free, key=lambda dim: shape[dim], default=0)
+        if free and 2 * shape.numel() >= numel and shape[longer] >= sizes[axis]:
+            placements[axis] = Shard(longer)
+        elif not in_backward():
+            placements[axis] = Replicate()
+    return tuple(placements)
+
+
+@spatial_rule("baddbmm.", "addmm.")
+def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    named = named_arguments(op, args, kwargs)
+    summand, a, b = list(named.values())[:3]
+    if not (is_spatial(a) or is_spatial(b)):
+        return unruled(op, args, kwargs)
+    result = aten.bmm(a, b) if a.dim() == 3 else aten.mm(a, b)
+    result = result if named["alpha"] == 1 else aten.mul(result, named["alpha"])
+    return result if named["beta"] == 0 else aten.add(result, summand, alpha=named["beta"])
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in spec_of(tensor).placements)
+
+
+@composite_rule("matmul")
+def matmul(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With a whole matrix, a weight, on one side the other keeps its dims: folded into two, it would have to be moved."""
+    a, b = bound(op, args, kwargs)
+    if a.dim() > 2 and b.dim() in (1, 2) and is_spatial(a) and _is_whole(b):
+        return F.linear(a, b.t()) if b.dim() == 2 else F.linear(a, b.unsqueeze(0)).squeeze(-1)
+    if b.dim() > 2 and a.dim() == 2 and is_spatial(b) and _is_whole(a):
+        return F.linear(b.transpose(-2, -1), a).transpose(-2, -1)
+    return op.decompose(*args, **kwargs)

@@ -1,0 +1,123 @@
+"""F.unfold and F.fold of cut DTensors: a rank's patches from the rows it has and a halo; adjoints of each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, wrap
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed
+from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.shape import axis_cutting, summed, taken
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Along:
+    """The patches along one image dim."""
+
+    extent: int  # of the image
+    kernel: int
+    dilation: int
+    padding: int
+    stride: int
+
+    @property
+    def reach(self) -> int:
+        return (self.kernel - 1) * self.dilation + 1
+
+    @property
+    def count(self) -> int:
+        return (self.extent + 2 * self.padding - self.reach) // self.stride + 1
+
+    def rows(self, count: int) -> int:
+        """That so many patches cover."""
+        return (count - 1) * self.stride + self.reach
+
+    @property
+    def wants(self) -> Wants:
+        first = self.padding
+        return lambda o0, o1: (o0 * self.stride - first, (o1 - 1) * self.stride - first + self.reach)
+
+
+def _alongs(sizes: list[int], params: list[list[int]]) -> list[_Along]:
+    return [_Along(*values) for values in zip(sizes, *params, strict=True)]
+
+
+def _counts(mesh: DeviceMesh, placements: Placements, alongs: list[_Along]) -> list[int]:
+    """The patches of this rank along each image dim."""
+    counts = []
+    for dim, along in enumerate(alongs, 2):
+        axis = axis_cutting(placements, dim)
+        begin, end = (0, along.count) if axis is None else chunk_of(mesh, axis, along.count)
+        counts.append(end - begin)
+    return counts
+
+
+def _local_params(placements: Placements, alongs: list[_Along]) -> tuple[list[int], ...]:
+    """Kernel, dilation, padding and stride for a rank: what lies beside the image along a cut dim was pulled as zeros."""
+    cut = [axis_cutting(placements, dim) is not None for dim in (2, 3)]
+    return (
+        [along.kernel for along in alongs],
+        [along.dilation for along in alongs],
+        [0 if is_cut else along.padding for is_cut, along in zip(cut, alongs, strict=True)],
+        [along.stride for along in alongs],
+    )
+
+
+def _is_image_cut(tensor: Any) -> bool:
+    return taken(tensor) and tensor.dim() == 4 and any(axis_cutting(tensor.placements, dim) is not None for dim in (2, 3))
+
+
+@spatial_rule("im2col")
+def unfold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, *params = bound(op, args, kwargs)
+    if not _is_image_cut(input):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(input)
+    alongs = _alongs(list(input.shape[2:]), params)
+    for dim, along in enumerate(alongs, 2):
+        axis = axis_cutting(placements, dim)
+        if axis is not None:
+            local = pulled(local, mesh, axis, dim, along.extent, along.count, along.wants)
+    counts = _counts(mesh, placements, alongs)
+    columns = input.size(1) * alongs[0].kernel * alongs[1].kernel
+    shape = [local.size(0), columns, *counts]
+    patches = op(local, *_local_params(placements, alongs)).view(shape) if 0 not in shape else local.new_zeros(shape)
+    shape = torch.Size([input.size(0), columns, *(along.count for along in alongs)])
+    return aten.view(wrap(patches, mesh, placements, shape), [*shape[:2], shape[2] * shape[3]])
+
+
+@spatial_rule("col2im")
+def fold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    input, sizes, *params = bound(op, args, kwargs)
+    if not taken(input) or input.dim() != 3:
+        return unruled(op, args, kwargs)
+    alongs = _alongs(list(sizes), params)
+    patches = aten.view(input, [*input.shape[:2], *(along.count for along in alongs)])
+    return _folded(op, patches, alongs) if _is_image_cut(patches) else unruled(op, args, kwargs)
+
+
+def _folded(op: Op, patches: DTensor, alongs: list[_Along]) -> DTensor:
+    local, mesh, placements = summed(patches)
+    channels = patches.size(1) // (alongs[0].kernel * alongs[1].kernel)
+    counts = _counts(mesh, placements, alongs)
+    rows = []
+    for dim, (along, count) in enumerate(zip(alongs, counts, strict=True), 2):
+        whole = axis_cutting(placements, dim) is None
+        rows.append(along.extent if whole else along.rows(count) if count else 0)
+    shape = [local.size(0), channels, *rows]
+    if 0 in shape or 0 in counts:
+        image = local.new_zeros(shape)
+    else:
+        image = op(local.flatten(2), rows, *_local_params(placements, alongs))
+    for dim, along in reversed(list(enumerate(alongs, 2))):
+        axis = axis_cutting(placements, dim)
+        if axis is not None:
+            image = pushed(image, mesh, axis, dim, along.extent, along.count, along.wants)
+    return wrap(image, mesh, placements, torch.Size([patches.size(0), channels, *(along.extent for along in alongs)]))
