@@ -20,6 +20,7 @@ from torchtp.dtensor.upstream import (
     Op,
     Partial,
     Replicate,
+    Shard,
     local_of,
     plain_shard,
     spec_of,
@@ -35,7 +36,7 @@ class _Swap:
     other: int
 
 
-class _Turn:
+class Turn:
     """How tensors of one cut are given other cuts, so that `dims` are whole, and what was made of them the old ones.
 
     Each way a rank sends no more than it holds. Which dims are cut instead, and whether there are such, is decided by the
@@ -59,6 +60,14 @@ class _Turn:
             pieces[other] *= sizes[axis]
             self.swaps.append(_Swap(axis, dim, other))
             self.possible = self.possible and shape[other] > 1
+
+    @property
+    def turned(self) -> Placements:
+        """How tensors are cut there."""
+        placements = list(self.placements)
+        for swap in self.swaps:
+            placements[swap.axis] = Shard(swap.other)
+        return tuple(placements)
 
     def there(self, local: torch.Tensor, shape: torch.Size) -> tuple[torch.Tensor, list[int]]:
         """This rank's part with `dims` whole, of a tensor of global `shape`; and how long the dims cut instead were."""
@@ -93,7 +102,7 @@ def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
-    turn = _Turn(mesh, placements, tensor.shape, dims)
+    turn = Turn(mesh, placements, tensor.shape, dims)
     if not turn.possible:
         return unruled(op, args, kwargs)
     part, extents = turn.there(local, tensor.shape)
@@ -148,7 +157,7 @@ def max_unpool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not taken(input) or input.dim() != int(op._schema.name[-2]) + 2:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(input)
-    turn = _Turn(mesh, placements, input.shape, dims)
+    turn = Turn(mesh, placements, input.shape, dims)
     if not turn.possible:
         return unruled(op, args, kwargs)
     planes, extents = turn.there(local, input.shape)
@@ -180,7 +189,7 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
     if dim not in cut:
         local = op(*(local_as(v, mesh, placements) if isinstance(v, torch.Tensor) else v for v in args), **kwargs)
         return tensor if in_place else wrap(local, mesh, placements, shape)
-    turn = _Turn(mesh, placements, lead.shape, {dim})
+    turn = Turn(mesh, placements, lead.shape, {dim})
     alike = all(resized(t.shape, dim, 1) == resized(lead.shape, dim, 1) for t in tensors)
     if not alike or not turn.possible or (in_place and tensor.size(dim) == 1):
         return unruled(op, args, kwargs)

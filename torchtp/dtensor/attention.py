@@ -18,6 +18,7 @@ from torchtp.dtensor.upstream import (
     DTensor,
     Op,
     Partial,
+    Placement,
     Replicate,
     make_spec,
     plain_shard,
@@ -38,10 +39,12 @@ class _Plan:
     causal: bool
 
 
-def _planned(query: DTensor, key: Any, value: Any, options: dict[str, Any], causal: bool) -> _Plan | None:
+def _planned(query: DTensor, key: Any, options: dict[str, Any], causal: bool) -> _Plan | None:
     """None where this is not the way."""
     last = query.dim() - 1
-    of_query, of_key, gradient = [], [], []
+    of_query: list[Placement] = []
+    of_key: list[Placement] = []
+    gradient: list[Placement] = []
     for placement in spec_of(query).placements:
         if not plain_shard(placement) or placement.dim == last:
             of_query.append(Replicate())
@@ -70,8 +73,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, query: DTensor, key: DTensor, value: DTensor, mask: Any, plan: _Plan) -> DTensor:
         ctx.save_for_backward(query, key, value)
         ctx.mask, ctx.plan = mask, plan
-        parts = _parts(plan, query, key, value)
-        output = _attended(plan, *parts, _local_mask(plan, mask, query, key))
+        output = _attended(plan, _parts(plan, query, key, value), _local_mask(plan, mask, query, key))
         return wrap(output, plan.mesh, plan.query, torch.Size([*query.shape[:-1], value.size(-1)]))
 
     @staticmethod
@@ -82,10 +84,15 @@ class Attention(torch.autograd.Function):
             return (*_derivable(plan, (query, key, value), ctx.mask, grad, ctx.needs_input_grad), None, None)
         parts = [part.detach().requires_grad_() for part in _parts(plan, query, key, value)]
         with torch.enable_grad():
-            output = _attended(plan, *parts, _local_mask(plan, ctx.mask, query, key))
+            output = _attended(plan, parts, _local_mask(plan, ctx.mask, query, key))
         grads = torch.autograd.grad(output, parts, local_as(grad, plan.mesh, plan.query))
         of_query = wrap(grads[0], plan.mesh, plan.query, query.shape)
-        return (of_query, *(_of_key(plan, one, like) for one, like in zip(grads[1:], (key, value), strict=True)), None, None)
+        return (
+            of_query,
+            *(_of_key(plan, one, like) for one, like in zip(grads[1:], (key, value), strict=True)),
+            None,
+            None,
+        )
 
 
 def _parts(plan: _Plan, query: DTensor, key: DTensor, value: DTensor) -> list[torch.Tensor]:
@@ -100,7 +107,8 @@ def _of_key(plan: _Plan, grad: torch.Tensor, like: DTensor) -> DTensor:
     return wrap(redistributed(grad, spec, wanted), plan.mesh, wanted, like.shape)
 
 
-def _attended(plan: _Plan, query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+def _attended(plan: _Plan, parts: list[torch.Tensor], mask: Any) -> torch.Tensor:
+    query, key, value = parts
     if query.numel() == 0:  # which kernels refuse
         return (query.sum() + key.sum() + value.sum()) * query.new_zeros([*query.shape[:-1], value.size(-1)])
     return F.scaled_dot_product_attention(query, key, value, mask, **plan.options)
@@ -108,42 +116,52 @@ def _attended(plan: _Plan, query: Any, key: Any, value: Any, mask: Any) -> torch
 
 def _local_mask(plan: _Plan, mask: Any, query: DTensor, key: DTensor) -> Any:
     """The part of the mask for this rank's queries; of a causal one the rows from its first query on."""
-    if plan.causal:
-        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-    if mask is None:
-        return None
-    full, shape = full_of(mask), query.shape
+    full = None if mask is None else full_of(mask)
+    rows = (0, query.size(-2))
     axes = axes_of(plan.mesh)
     for axis, placement in enumerate(plan.query):
-        if plain_shard(placement):
+        if not plain_shard(placement):
+            continue
+        begin, end = owned(query.size(placement.dim), axes.sizes[axis], axes.ranks[axis])
+        if placement.dim == query.dim() - 2:
+            rows = begin, end
+        if full is not None:
             dim = placement.dim - query.dim() + full.dim()
             if dim >= 0 and full.size(dim) != 1:
-                begin, end = owned(shape[placement.dim], axes.sizes[axis], axes.ranks[axis])
                 full = full.narrow(dim, begin, end - begin)
-    return full
+    if not plan.causal:
+        return full
+    places = torch.arange(max(rows[1], key.size(-2)), device=query.device)
+    return places[: key.size(-2)] <= places[rows[0] : rows[1], None]
 
 
 def _derivable(plan: _Plan, tensors: tuple[Any, ...], mask: Any, grad: DTensor, needed: tuple[bool, ...]) -> list[Any]:
     """The gradients made of ops that can be derived again, as PyTorch's own kernels of attention can't."""
+    tensors = tuple(map(torch.ops.aten.alias, tensors))  # keys may be made of queries: not to be derived through here
     wanted = [tensor for tensor, needs in zip(tensors, needed, strict=False) if needs]
-    options = {**plan.options, "is_causal": plan.causal}
-    output = _OP.decompose(*tensors, mask, **options)
+    output = _in_steps(tensors, mask, 0.0, plan.causal, plan.options)
     grads = iter(torch.autograd.grad(output, wanted, grad, create_graph=True))
     return [next(grads) if needs else None for needs in needed[:3]]
 
 
-_OP = torch.ops.aten.scaled_dot_product_attention.default
+def _in_steps(tensors: tuple[Any, ...], mask: Any, dropout: float, causal: bool, options: dict[str, Any]) -> Any:
+    """By products and a softmax, whose rules share the work where only keys are cut; with dropout, and for learned masks."""
+    if mask is not None and mask.dtype == torch.bool:  # which it would add as 0 and 1
+        mask = torch.zeros_like(mask, dtype=tensors[0].dtype).masked_fill(~mask, -torch.inf)
+    return torch.ops.aten._scaled_dot_product_attention_math(*tensors, mask, dropout, causal, **options)[0]
 
 
 @composite_rule("scaled_dot_product_attention")
 def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, mask, dropout, causal, scale, grouped = bound(op, args, kwargs)
-    tensors = (query, key, value)
+    tensors, options = (query, key, value), {"scale": scale, "enable_gqa": grouped}
+    if not any(map(is_spatial, tensors)):
+        return op.decompose(*args, **kwargs)
     ours = is_spatial(query) and not any(map(has_strided_shard, tensors))
     ours = ours and all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors)
     learned = isinstance(mask, torch.Tensor) and mask.requires_grad
     if ours and not dropout and not learned and not (causal and mask is not None):
-        plan = _planned(query, key, value, {"scale": scale, "enable_gqa": grouped}, causal)
+        plan = _planned(query, key, options, causal)
         if plan is not None:
             return Attention.apply(query, key, value, mask, plan)
-    return op.decompose(*args, **kwargs)
+    return _in_steps(tensors, mask, dropout, causal, options)

@@ -69,7 +69,7 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = pytree.tree_map(lambda leaf, view: _cut_again(leaf, cut, mesh, placements, view.stride()), results, views)
     several = isinstance(parts, (list, tuple))
     for index, part in enumerate(parts if several else [parts]):
-        linked(cut, part, *_view_links(op, others, kwargs, index, several))
+        linked(cut, part, *view_links(op, others, kwargs, index, several))
     return parts
 
 
@@ -82,7 +82,7 @@ def _views_of_nothing(op: Op, tensor: DTensor, others: tuple[Any, ...], kwargs: 
         return results  # no view: the op was given what one device would refuse
 
 
-def _view_links(op: Op, others: tuple[Any, ...], kwargs: dict[str, Any], index: int, several: bool) -> tuple[Take, Put]:
+def view_links(op: Op, others: tuple[Any, ...], kwargs: dict[str, Any], index: int, several: bool) -> tuple[Take, Put]:
     """How the result of an op that PyTorch calls a view is taken from the whole, and put back."""
 
     def view_of(full: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""F.linear of cut DTensors with whole weights: local where the features are whole; differentiable to any order."""
+"""F.linear of cut DTensors with whole weights: local where the features are whole, which they are made where they are cut; differentiable to any order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchtp.dtensor.along import Turn
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, parameter_gradient, wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import recut
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
+from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, spec_of
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Partial, Replicate, make_spec, spec_of
 
 _OP = torch.ops.aten.linear.default
 
@@ -27,15 +30,33 @@ def _takes(input: Any, weight: Any, bias: Any) -> bool:
     )
 
 
+def _turn(input: DTensor) -> Turn | None:
+    """How the features become whole by cutting something else; None where nothing else can be cut."""
+    if not taken(input):
+        return None
+    spec = spec_of(input)
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    turn = Turn(spec.mesh, placements, input.shape, {input.dim() - 1})
+    return turn if turn.possible else None
+
+
 def _arranged(input: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
+    turn = _turn(input)
+    if turn is not None:
+        return local_as(input, turn.mesh, turn.turned), turn.mesh, turn.turned
     last = input.dim() - 1
     return arrange(_OP, input, lambda dim: dim < last)
 
 
 def _local(input: DTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> DTensor:
+    shape = torch.Size([*input.shape[:-1], weight.size(0)])
     local, mesh, placements = _arranged(input)
     output = F.linear(local, full_of(weight), None if bias is None else full_of(bias))
-    return wrap(output, mesh, placements, torch.Size([*input.shape[:-1], weight.size(0)]))
+    turn = _turn(input)
+    if turn is not None and turn.swaps and shape[-1] > 1:
+        spec = make_spec(mesh, placements, shape, output.stride(), output.dtype)
+        output, placements = recut(output, spec, turn.placements), turn.placements
+    return wrap(output, mesh, placements, shape)
 
 
 def _rows(local: torch.Tensor) -> torch.Tensor:

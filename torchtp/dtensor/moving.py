@@ -120,6 +120,12 @@ def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> tor
     return redistributed(local, swaps, placements)
 
 
+def gathers(old: Placements, new: Placements) -> bool:
+    """Whether `recut` makes something whole that was cut."""
+    changes = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
+    return any(not isinstance(a, (Replicate, Partial)) and not (plain_shard(a) and plain_shard(b)) for a, b in changes)
+
+
 class Recut(torch.autograd.Function):
     """A DTensor under other placements; so is its gradient."""
 

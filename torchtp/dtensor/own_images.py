@@ -15,9 +15,11 @@ from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, plain_shard, spec_of
 
 _OF_IMAGES = re.compile(
-    r"aten::(_?adaptive_(avg|max)_pool|avg_pool|max_pool|max_unpool|_?upsample_[a-z_]+|(reflection|replication)_pad|grid_sampler_)"
-    r"(?P<dims>[123])d(_aa|_with_indices)?(_backward)?"
+    r"aten::((_?adaptive_(avg|max)_pool|avg_pool|max_pool|max_unpool|_?upsample_[a-z_]+|(reflection|replication)_pad|grid_sampler_)"
+    r"(?P<dims>[123])d(_aa|_with_indices)?(_backward)?|im2col|col2im)"
 )
+
+_NUM_DIMS = {"aten::im2col": 4, "aten::col2im": 3}
 
 
 def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
@@ -25,10 +27,10 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     found = _OF_IMAGES.fullmatch(op._schema.name)
     if found is None:
         return None
-    num_dims = int(found["dims"]) + 2
+    num_dims = int(found["dims"]) + 2 if found["dims"] else _NUM_DIMS[op._schema.name]
     values = bound(op, args, kwargs)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    lead = next((tensor for tensor in tensors if _only_images_are_cut(tensor)), None)
+    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t) and _only_images_are_cut(t)), None)
     if lead is None or any(t.dim() != num_dims or t.size(0) != lead.size(0) for t in tensors):
         return None
     mesh = lead.device_mesh
@@ -50,7 +52,6 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     return pytree.tree_map(give, op(*parts))
 
 
-def _only_images_are_cut(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and is_spatial(tensor) and all(
-        isinstance(p, (Replicate, Partial)) or (plain_shard(p) and p.dim == 0) for p in spec_of(tensor).placements
-    )  # fmt: skip
+def _only_images_are_cut(tensor: DTensor) -> bool:
+    placements = spec_of(tensor).placements
+    return all(isinstance(p, (Replicate, Partial)) or (plain_shard(p) and p.dim == 0) for p in placements)

@@ -10,7 +10,7 @@ import torch
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
-from torchtp.dtensor.moving import recut
+from torchtp.dtensor.moving import gathers, recut
 from torchtp.dtensor.registry import spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.upstream import (
@@ -120,11 +120,12 @@ def common_placements(
 
 
 def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
-    """For each mesh axis the cut of the first tensor that is cut over it."""
+    """For each mesh axis the cut of the first tensor that is cut over it; of one along which the others need no gather, if there is."""
     common = []
     taken: set[int] = set()
     for axis in range(mesh.ndim):
         chosen: Any = Replicate()
+        choices: list[int] = []
         for tensor in tensors:
             if not isinstance(tensor, DTensor):
                 continue
@@ -136,12 +137,22 @@ def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: Device
                 if tensor.shape == shape:
                     chosen = placement
                     break
-            elif tensor.size(placement.dim) == shape[dim] and dim not in taken:
-                chosen = Shard(dim)
-                taken.add(dim)
-                break
+            elif tensor.size(placement.dim) == shape[dim] and dim not in taken and dim not in choices:
+                choices.append(dim)
+        if choices:
+            dim = next((dim for dim in choices if not _some_lack(tensors, axis, dim - len(shape))), choices[0])
+            chosen = Shard(dim)
+            taken.add(dim)
         common.append(chosen)
     return tuple(common)
+
+
+def _some_lack(tensors: list[torch.Tensor], axis: int, dim: int) -> bool:
+    """Whether a tensor that is cut over the axis has no rows along `dim` (counted from the end) to be cut instead."""
+    return any(
+        isinstance(t, DTensor) and spec_of(t).placements[axis].is_shard() and (t.dim() < -dim or t.size(dim) == 1)
+        for t in tensors
+    )
 
 
 def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> Any:
@@ -168,10 +179,7 @@ def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: P
     spec = spec_of(arg)
     if spec.placements == target:
         return local_of(arg)
-    if any(
-        not isinstance(old, (Replicate, Partial)) and old != new and not (plain_shard(old) and plain_shard(new))
-        for old, new in zip(spec.placements, target, strict=True)
-    ):
+    if gathers(spec.placements, target):
         notice.gathering(op, arg.shape, arg.dtype)
     return recut(local_of(arg), spec, target)
 

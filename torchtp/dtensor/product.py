@@ -11,7 +11,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.registry import bound, composite_rule, named_arguments, spatial_rule
-from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DTensor,
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 _DIMS = {2: ("mk", "kn", "mn"), 3: ("bmk", "bkn", "bmn")}
 
 
-def _letters(tensor: torch.Tensor, dims: str) -> list[str]:
+def _letters(tensor: DTensor, dims: str) -> list[str]:
     """What each mesh axis cuts of a factor, "" where nothing."""
     return [dims[p.dim] if plain_shard(p) else "" for p in spec_of(tensor).placements]
 
@@ -66,6 +66,14 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for of_a, of_b in zip(cut_a, cut_b, strict=True):
         letter = _kept(of_a, of_b, b.numel() <= a.numel())
         letters.append("" if letter in letters else letter)
+    sizes = axes_of(mesh).sizes
+    for axis, (of_a, of_b, letter) in enumerate(zip(cut_a, cut_b, letters, strict=True)):
+        # Rather than to take the larger factor whole.
+        larger = (of_a and letter not in dims_a and a.numel() > b.numel()) or (
+            of_b and letter not in dims_b and b.numel() > a.numel()
+        )
+        if larger and dims_a[0] == "b" and "b" not in letters and a.size(0) % sizes[axis] == 0:
+            letters[axis] = "b"
     for tensor, other, cut, held in ((a, b, cut_a, dims_a), (b, a, cut_b, dims_b)):
         whole = any(was and now not in held for was, now in zip(cut, letters, strict=True))
         lost = any(was and not now for was, now in zip(cut, letters, strict=True))
@@ -73,8 +81,10 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             notice.gathering(op, tensor.shape, tensor.dtype)
     local = op(local_as(a, mesh, _placed(dims_a, letters)), local_as(b, mesh, _placed(dims_b, letters)))
     shape = torch.Size([*a.shape[:-1], b.size(-1)])
-    made = tuple(Partial() if letter == "k" else place for letter, place in zip(letters, _placed(dims, letters), strict=True))
-    wanted = _summed(made, shape, min(a.numel(), b.numel()), axes_of(mesh).sizes)
+    made = tuple(
+        Partial() if letter == "k" else place for letter, place in zip(letters, _placed(dims, letters), strict=True)
+    )
+    wanted = _summed(made, shape, min(a.numel(), b.numel()), sizes)
     if wanted != made:
         local = redistributed(local, make_spec(mesh, made, shape, local.stride(), local.dtype), wanted)
     return wrap(local, mesh, wanted, shape)
@@ -104,6 +114,7 @@ def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     summand, a, b = list(named.values())[:3]
     if not (is_spatial(a) or is_spatial(b)):
         return unruled(op, args, kwargs)
+    hand_out(summand)
     result = aten.bmm(a, b) if a.dim() == 3 else aten.mm(a, b)
     result = result if named["alpha"] == 1 else aten.mul(result, named["alpha"])
     return result if named["beta"] == 0 else aten.add(result, summand, alpha=named["beta"])

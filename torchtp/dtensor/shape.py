@@ -9,7 +9,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of, everywhere, mirrored, pulled, shifted
+from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pulled, shifted
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.sharing import local_as
@@ -84,7 +84,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
     locals_ = []
     for tensor in tensors:
-        if isinstance(tensor, DTensor) and is_spatial(tensor) and spec_of(tensor).placements != placements:
+        if isinstance(tensor, DTensor) and gathers(spec_of(tensor).placements, placements):
             notice.gathering(op, tensor.shape, tensor.dtype)
         locals_.append(local_as(tensor, mesh, placements))
     axis = axis_cutting(placements, dim)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import wrap
-from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.moving import chunk_of, everywhere, pulled, pushed
+from torchtp.dtensor.fallback import unruled, view_links
+from torchtp.dtensor.moving import Wants, chunk_of, everywhere, pulled, pushed
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed, taken, uncut, without
@@ -163,6 +163,52 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
     local_sizes = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
     return wrap(op(local, local_sizes, dim, index % sizes[dim]), mesh, wider, torch.Size(sizes))
+
+
+@spatial_rule("unfold")
+def windows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every `step`-th window of `size` rows; from the rows of its first to those of its last one where the dim is cut."""
+    tensor, dim, size, step = bound(op, args, kwargs)
+    if not taken(tensor) or tensor.dim() == 0:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    dim %= tensor.dim()
+    extent = tensor.size(dim)
+    count = (extent - size) // step + 1
+    shape = torch.Size([*resized(tensor.shape, dim, count), size])
+    stride = tensor.stride()
+    stride = (*stride[:dim], stride[dim] * step, *stride[dim + 1 :], stride[dim])
+    axis = axis_cutting(placements, dim)
+    if axis is None:
+        return wrap(aten.unfold(local, dim, size, step), mesh, placements, shape, stride)
+    rows = pulled(local, mesh, axis, dim, extent, count, _of_windows(size, step))
+    if rows.size(dim):
+        part = aten.unfold(rows, dim, size, step)
+    else:
+        part = rows.new_zeros([*rows.shape, size])
+    return linked(tensor, wrap(part, mesh, placements, shape, stride), *view_links(op, (dim, size, step), {}, 0, False))
+
+
+@spatial_rule("unfold_backward")
+def windows_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, sizes, dim, size, step = bound(op, args, kwargs)
+    if not taken(grad) or not sizes:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(grad)
+    last, dim = grad.dim() - 1, dim % len(sizes)
+    if axis_cutting(placements, last) is not None:
+        return unruled(op, args, kwargs)
+    axis, count = axis_cutting(placements, dim), local.size(dim)
+    covered = sizes[dim] if axis is None else (count - 1) * step + size if count else 0
+    local_sizes = resized(local.shape[:-1], dim, covered)
+    rows = op(local, list(local_sizes), dim, size, step) if local.numel() else local.new_zeros(local_sizes)
+    if axis is not None:
+        rows = pushed(rows, mesh, axis, dim, sizes[dim], grad.size(dim), _of_windows(size, step))
+    return wrap(rows, mesh, placements, torch.Size(sizes))
+
+
+def _of_windows(size: int, step: int) -> Wants:
+    return lambda o0, o1: (o0 * step, (o1 - 1) * step + size)
 
 
 @spatial_rule("split.Tensor", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")

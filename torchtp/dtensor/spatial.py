@@ -8,6 +8,7 @@ import torch
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of
+from torchtp.dtensor.moving import recut
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -18,7 +19,6 @@ from torchtp.dtensor.upstream import (
     Shard,
     local_of,
     plain_shard,
-    redistributed,
     spec_of,
 )
 
@@ -71,22 +71,29 @@ def is_whole(tensor: DTensor) -> bool:
 
 
 def arrange(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[torch.Tensor, DeviceMesh, Placements]:
-    """The tensor with at most one cut over each dim that `may_cut`, sums done, everything else gathered with notice.
+    """The tensor with at most one cut over each dim that `may_cut`, sums done. An axis that cuts another dim cuts the
+    longest of these instead, if it has enough rows; otherwise the tensor is gathered over it, with notice.
 
     Returns its local part, mesh and placements.
     """
     spec = spec_of(tensor)
+    sizes = axes_of(spec.mesh).sizes
+    held = {p.dim for p in spec.placements if plain_shard(p)}
+    free = sorted(
+        (dim for dim in range(tensor.dim()) if may_cut(dim) and dim not in held), key=lambda dim: tensor.size(dim)
+    )
     seen: set[int] = set()
     placements: list[Placement] = []
-    gathers = False
-    for placement in spec.placements:
-        if plain_shard(placement) and may_cut(placement.dim) and placement.dim not in seen:
+    for axis, placement in enumerate(spec.placements):
+        if isinstance(placement, (Replicate, Partial)):
+            placements.append(Replicate())
+        elif plain_shard(placement) and may_cut(placement.dim) and placement.dim not in seen:
             seen.add(placement.dim)
             placements.append(placement)
+        elif plain_shard(placement) and placement.dim not in seen and free and tensor.size(free[-1]) >= sizes[axis]:
+            placements.append(Shard(free.pop()))
         else:
-            gathers = gathers or not isinstance(placement, (Replicate, Partial))
-            placements.append(placement if isinstance(placement, Replicate) else Replicate())
+            notice.gathering(op, tensor.shape, tensor.dtype)
+            placements.append(Replicate())
     wanted = tuple(placements)
-    if gathers:
-        notice.gathering(op, tensor.shape, tensor.dtype)
-    return redistributed(local_of(tensor), spec, wanted), spec.mesh, wanted
+    return recut(local_of(tensor), spec, wanted), spec.mesh, wanted

@@ -71,7 +71,9 @@ def _local_params(placements: Placements, alongs: list[_Along]) -> tuple[list[in
 
 
 def _is_image_cut(tensor: Any) -> bool:
-    return taken(tensor) and tensor.dim() == 4 and any(axis_cutting(tensor.placements, dim) is not None for dim in (2, 3))
+    return (
+        taken(tensor) and tensor.dim() == 4 and any(axis_cutting(tensor.placements, dim) is not None for dim in (2, 3))
+    )
 
 
 @spatial_rule("im2col")
@@ -87,8 +89,8 @@ def unfold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             local = pulled(local, mesh, axis, dim, along.extent, along.count, along.wants)
     counts = _counts(mesh, placements, alongs)
     columns = input.size(1) * alongs[0].kernel * alongs[1].kernel
-    shape = [local.size(0), columns, *counts]
-    patches = op(local, *_local_params(placements, alongs)).view(shape) if 0 not in shape else local.new_zeros(shape)
+    own = [local.size(0), columns, *counts]
+    patches = op(local, *_local_params(placements, alongs)).view(own) if 0 not in own else local.new_zeros(own)
     shape = torch.Size([input.size(0), columns, *(along.count for along in alongs)])
     return aten.view(wrap(patches, mesh, placements, shape), [*shape[:2], shape[2] * shape[3]])
 

@@ -10,7 +10,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of, dense_stride, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import pulled, pushed, recut, same_chunks, scaled
+from torchtp.dtensor.moving import everywhere, pulled, pushed, recut, same_chunks, scaled
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed
@@ -123,9 +123,14 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
     copied = False
     for mine, theirs in groups:
         cut = [dim for dim in mine if axis_cutting(placements, dim) is not None]
-        if not cut:
+        for dim in cut if not theirs else ():  # one row, of a dim that goes
+            axis = axis_cutting(placements, dim)
+            assert axis is not None
+            local = everywhere(local, mesh, axis, dim, 1, 0, 1)
+            copied = True
+        if not cut or not theirs:
             continue
-        wide = [dim for dim in mine if tensor.size(dim) != 1] or mine[:1]
+        wide = [dim for dim in mine if tensor.size(dim) != 1] or cut[:1]
         wide_out = [dim for dim in theirs if shape[dim] != 1] or theirs[:1]
         dim = cut[0]
         if len(cut) > 1 or dim != wide[0] or not wide_out or (tensor.size(dim) == 1 and len(theirs) > 1):
@@ -134,7 +139,7 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         assert axis is not None
         target = wide_out[0]
         inside, inside_out = tensor.size(dim), shape[target]
-        if len(wide) > 1 and len(wide_out) > 1 and inside != inside_out:
+        if len(wide) > 1 and len(wide_out) > 1 and inside % inside_out and inside_out % inside:
             return None
         if inside_out < inside:  # the cut dim is split: its outermost part is cut
             factor = inside // inside_out
@@ -162,7 +167,11 @@ def _inside(tensor: DTensor, mine: list[int], theirs: list[int], shape: torch.Si
     """Whether a group of dims that are merged is cut elsewhere than along its outermost dim only."""
     cut = [dim for dim in mine if axis_cutting(spec_of(tensor).placements, dim) is not None]
     wide = [dim for dim in mine if tensor.size(dim) != 1]
-    return bool(cut) and len(wide) > 1 and sum(shape[dim] != 1 for dim in theirs) == 1 and cut != wide[:1]
+    wide_out = [dim for dim in theirs if shape[dim] != 1]
+    if not cut or len(wide) < 2 or not wide_out or cut == wide[:1]:
+        return False
+    outer, outer_out = tensor.size(wide[0]), shape[wide_out[0]]
+    return len(wide_out) == 1 or outer % outer_out == 0 or outer_out % outer == 0
 
 
 def _with_outer_cuts(
@@ -192,7 +201,7 @@ def _with_outer_cuts(
                 placements[axis] = Replicate()
     wanted = tuple(placements)
     local = recut(local_of(tensor), spec, wanted)
-    result = _reshaped(wrap(local, spec.mesh, wanted, tensor.shape), shape)
+    result = _reshaped(wrap(local, spec.mesh, wanted, tensor.shape, tensor.stride()), shape)
     return None if result is None else (result[0], True)
 
 

@@ -1,0 +1,56 @@
+"""F.unfold, F.fold, windows and max unpooling of cut DTensors equal the single device, without a gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rules import DATA_W, H4, HW, W3, check, device_mesh_of, num_ranks
+
+import torchtp
+from torchtp.testing import run_ranks
+
+IMAGE = (2, 4, 9, 11)
+
+
+def unpooled(x):
+    values, indices = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(values.sin(), indices, 2, output_size=(9, 11))
+
+
+def upsampled(x):
+    """RAFT's: each fine pixel a weighted mean of nine coarse neighbours."""
+    weights = x[:, :, None].softmax(1)
+    patches = F.unfold(x[:, :2], 3, padding=1).view(2, 2, 9, 1, 9, 11)
+    return (patches * weights.movedim(2, 1).unsqueeze(2)[:, :, :, :4].sum(3, keepdim=True)).sum(2)
+
+
+CASES = {
+    "same": (lambda x: F.unfold(x, 3, padding=1).sin(), IMAGE),
+    "valid": (lambda x: F.unfold(x, (2, 3)).sin(), IMAGE),
+    "strided": (lambda x: F.unfold(x, 3, stride=2, padding=(2, 1)).sin(), IMAGE),
+    "dilated": (lambda x: F.unfold(x, 3, dilation=(2, 3), padding=4).sin(), IMAGE),
+    "patches": (lambda x: F.unfold(x, 3, stride=3).sin(), IMAGE),
+    "one_patch": (lambda x: F.unfold(x, (9, 11)).sin(), IMAGE),
+    "sparse": (lambda x: F.unfold(x, 1, stride=4).sin(), IMAGE),
+    "and_back": (lambda x: F.fold(F.unfold(x, 3, padding=1, stride=2).sin(), (9, 11), 3, padding=1, stride=2), IMAGE),
+    "overlap_added": (lambda x: F.fold(F.unfold(x, 4, padding=3).sin(), (9, 11), 4, padding=3), IMAGE),
+    "windows": (lambda x: x.unfold(3, 4, 3).sin(), IMAGE),
+    "windows_of_both": (lambda x: x.unfold(2, 3, 2).unfold(-2, 5, 1).square().sum(-1), IMAGE),
+    "window": (lambda x: x.unfold(3, 11, 1).unfold(2, 9, 1).sin(), IMAGE),
+    "upsampled": (upsampled, IMAGE),
+    "unpooled": (unpooled, IMAGE),
+}
+
+
+def run_case(name, mesh):
+    torchtp.dtensor.mark(device_mesh_of(mesh[0]), [axis for axis, dim in enumerate(mesh[1]) if dim])
+    torch.manual_seed(0)
+    fn, shape = CASES[name]
+    check(fn, mesh, [torch.randn(shape).double()])
+
+
+@pytest.mark.parametrize("mesh", [W3, H4, HW, DATA_W], ids=["w3", "h4", "hw", "data_w"])
+@pytest.mark.parametrize("name", CASES)
+def test_patches_match_the_whole(name, mesh):
+    run_ranks(run_case, num_ranks(mesh), name, mesh, backend="gloo")
