@@ -1,4 +1,4 @@
-"""Ops that act on each image by itself: local where only the images are cut, after a network has made windows of its image say."""
+"""Ops that act on each image, or each channel of it, by itself: local where only these are cut, as after a network has made windows of its image."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _OF_IMAGES = re.compile(
     r"(?P<dims>[123])d(_aa|_with_indices)?(_backward)?|im2col|col2im)"
 )
 
+_MIXES_CHANNELS = ("aten::grid_sampler", "aten::im2col", "aten::col2im")
 _NUM_DIMS = {"aten::im2col": 4, "aten::col2im": 3}
 
 
@@ -30,28 +31,38 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     num_dims = int(found["dims"]) + 2 if found["dims"] else _NUM_DIMS[op._schema.name]
     values = bound(op, args, kwargs)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t) and _only_images_are_cut(t)), None)
-    if lead is None or any(t.dim() != num_dims or t.size(0) != lead.size(0) for t in tensors):
+    apart = {0} if op._schema.name.startswith(_MIXES_CHANNELS) else {0, 1}
+    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t) and _cut_dims(t) <= apart), None)
+    if lead is None or any(t.dim() != num_dims for t in tensors):
+        return None
+    cut = _cut_dims(lead)
+    if any(t.size(dim) != lead.size(dim) for t in tensors for dim in cut):
         return None
     mesh = lead.device_mesh
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
     parts = [local_as(value, mesh, placements) if isinstance(value, torch.Tensor) else value for value in values]
-    own = next(part.size(0) for part in parts if isinstance(part, torch.Tensor))
-    if own == 0:  # which some kernels refuse
-        parts = [part.new_zeros([1, *part.shape[1:]]) if isinstance(part, torch.Tensor) else part for part in parts]
+    own = next(part.shape[:2] for part in parts if isinstance(part, torch.Tensor))
+    if 0 in own:  # which some kernels refuse
+        parts = [
+            part.new_zeros([max(1, size) for size in part.shape]) if isinstance(part, torch.Tensor) else part
+            for part in parts
+        ]
     names = [argument.name for argument in op._schema.arguments]
     if "input_size" in names:
         place = names.index("input_size")
-        parts[place] = [max(1, own), *parts[place][1:]]
+        parts[place] = [*(max(1, size) for size in own), *parts[place][2:]]
 
     def give(result: Any) -> Any:
         if not isinstance(result, torch.Tensor):
             return result
-        return wrap(result[:own], mesh, placements, torch.Size([lead.size(0), *result.shape[1:]]))
+        shape = torch.Size([lead.size(dim) if dim in cut else size for dim, size in enumerate(result.shape)])
+        mine = [slice(own[dim]) if dim in cut else slice(None) for dim in (0, 1)]
+        return wrap(result[mine[0], mine[1]], mesh, placements, shape)
 
     return pytree.tree_map(give, op(*parts))
 
 
-def _only_images_are_cut(tensor: DTensor) -> bool:
+def _cut_dims(tensor: DTensor) -> set[int]:
+    """-1 for a cut that is not torch.chunk's."""
     placements = spec_of(tensor).placements
-    return all(isinstance(p, (Replicate, Partial)) or (plain_shard(p) and p.dim == 0) for p in placements)
+    return {p.dim if plain_shard(p) else -1 for p in placements if not isinstance(p, (Replicate, Partial))}

@@ -84,24 +84,27 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = tuple(
         Partial() if letter == "k" else place for letter, place in zip(letters, _placed(dims, letters), strict=True)
     )
-    wanted = _summed(made, shape, min(a.numel(), b.numel()), sizes)
+    wanted = _summed(made, shape, a, b, sizes)
     if wanted != made:
         local = redistributed(local, make_spec(mesh, made, shape, local.stride(), local.dtype), wanted)
     return wrap(local, mesh, wanted, shape)
 
 
-def _summed(made: Placements, shape: torch.Size, numel: int, sizes: tuple[int, ...]) -> Placements:
+def _summed(
+    made: Placements, shape: torch.Size, a: torch.Tensor, b: torch.Tensor, sizes: tuple[int, ...]
+) -> Placements:
     """Where parts of sums go: one as large as a factor is cut along its longer dim, the gradient of keys say; others become whole.
 
     Derivatives leave small ones to be summed by who needs it, as they may belong to a parameter.
     """
     placements: list[Placement] = list(made)
+    large = 2 * shape.numel() >= min(a.numel(), b.numel()) and 2 * max(shape[-2:]) >= a.size(-1) and min(shape[-2:]) > 1
     for axis, placement in enumerate(made):
         if not isinstance(placement, Partial):
             continue
         free = [dim for dim in (len(shape) - 2, len(shape) - 1) if Shard(dim) not in placements]
         longer = max(free, key=lambda dim: shape[dim], default=0)
-        if free and 2 * shape.numel() >= numel and shape[longer] >= sizes[axis]:
+        if free and large and in_backward() and shape[longer] >= sizes[axis]:
             placements[axis] = Shard(longer)
         elif not in_backward():
             placements[axis] = Replicate()

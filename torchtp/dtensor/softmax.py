@@ -13,6 +13,7 @@ from torchtp.dtensor.reduction import Reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, plain_shard, spec_of
 
 
@@ -84,6 +85,10 @@ def logsumexp(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @spatial_rule("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, output, dim, dtype = bound(op, args, kwargs)
+    if not is_spatial(output) and taken(grad):
+        of_grad = Reduced(grad, dim, keepdim=True)
+        output = _like(local_as(output, of_grad.mesh, of_grad.cut), of_grad, grad)
+        args, kwargs = (grad, output, dim, dtype), {}
     if not _is_cut_along(output, dim):
         return along_whole_dim_backward(op, args, kwargs)
     to = Reduced(output, dim, keepdim=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -114,6 +115,11 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
     groups = groups_of(list(tensor.shape), list(shape))
     if groups is None:
         return None
+    atoms = _atoms(tensor.shape, groups, shape)
+    if atoms not in (tensor.shape, shape):
+        split = _reshaped(tensor, atoms)
+        merged = split and _reshaped(split[0], shape)
+        return merged and (merged[0], merged[1] or (split is not None and split[1]))
     if any(_inside(tensor, mine, theirs, shape) for mine, theirs in groups):
         return _with_outer_cuts(tensor, groups, shape)
     local, mesh, placements = summed(tensor)
@@ -161,6 +167,23 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
         copied = True
     return wrap(local, mesh, tuple(out), shape, _stride_of_view(tensor, shape)), copied
+
+
+def _atoms(old: torch.Size, groups: list[tuple[list[int], list[int]]], new: torch.Size) -> torch.Size:
+    """The dims that both shapes are made of by merging, [C, H, W] of [C * H, W] and [C, H * W]; `new` where there are none such."""
+    atoms: list[int] = []
+    for mine, theirs in groups:
+        sizes, other = [old[dim] for dim in mine], [new[dim] for dim in theirs]
+        if len(sizes) < 2 or len(other) < 2:
+            atoms += sizes if len(sizes) > len(other) else other
+            continue
+        inner = {1: None} | {math.prod(sizes[i:]): None for i in range(len(sizes))}
+        inner |= {math.prod(other[i:]): None for i in range(len(other))}
+        steps = sorted(inner)
+        if any(b % a for a, b in itertools.pairwise(steps)):
+            return new
+        atoms += [b // a for a, b in reversed(list(itertools.pairwise(steps)))]
+    return torch.Size(atoms)
 
 
 def _inside(tensor: DTensor, mine: list[int], theirs: list[int], shape: torch.Size) -> bool:
