@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rules import DATA_W, H4, HW, W3, check, device_mesh_of, num_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -54,3 +55,18 @@ def run_case(name, mesh):
 @pytest.mark.parametrize("name", CASES)
 def test_patches_match_the_whole(name, mesh):
     run_ranks(run_case, num_ranks(mesh), name, mesh, backend="gloo")
+
+
+def fold_of_cut_channels():
+    """As VOLO's patches, which a product may have cut so."""
+    mesh = device_mesh_of(W3[0])
+    torchtp.dtensor.mark(mesh, [0])
+    patches = torch.randn(2, 36, 99, generator=torch.Generator().manual_seed(0)).double()
+    cut = distribute_tensor(patches, mesh, [Shard(1)], src_data_rank=None)
+    with torchtp.strict():
+        folded = F.fold(cut, (9, 11), 3, padding=1)
+    torch.testing.assert_close(folded.full_tensor(), F.fold(patches, (9, 11), 3, padding=1))
+
+
+def test_patches_of_cut_channels_are_folded():
+    run_ranks(fold_of_cut_channels, 3, backend="gloo")

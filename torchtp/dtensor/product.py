@@ -66,25 +66,24 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for of_a, of_b in zip(cut_a, cut_b, strict=True):
         letter = _kept(of_a, of_b, b.numel() <= a.numel())
         letters.append("" if letter in letters else letter)
-    sizes = axes_of(mesh).sizes
-    for axis, (of_a, of_b, letter) in enumerate(zip(cut_a, cut_b, letters, strict=True)):
-        # Rather than to take the larger factor whole.
-        larger = (of_a and letter not in dims_a and a.numel() > b.numel()) or (
-            of_b and letter not in dims_b and b.numel() > a.numel()
-        )
-        if larger and dims_a[0] == "b" and "b" not in letters and a.size(0) % sizes[axis] == 0:
+    shape = torch.Size([*a.shape[:-1], b.size(-1)])
+    # To bring a factor to every rank is in the nature of the product if it is no larger than the other one or the product.
+    usual = max(min(a.numel(), b.numel()), shape.numel())
+    sides = ((a, cut_a, dims_a), (b, cut_b, dims_b))
+    for axis, letter in enumerate(letters):
+        large = any(cut[axis] and letter not in held and tensor.numel() > usual for tensor, cut, held in sides)
+        if large and dims_a[0] == "b" and "b" not in letters and a.size(0) % axes_of(mesh).sizes[axis] == 0:
             letters[axis] = "b"
-    for tensor, other, cut, held in ((a, b, cut_a, dims_a), (b, a, cut_b, dims_b)):
-        whole = any(was and now not in held for was, now in zip(cut, letters, strict=True))
+    for tensor, cut, held in sides:
         lost = any(was and not now for was, now in zip(cut, letters, strict=True))
-        if lost or (whole and tensor.numel() > other.numel()):
+        whole = any(was and now not in held for was, now in zip(cut, letters, strict=True))
+        if lost or (whole and tensor.numel() > usual):
             notice.gathering(op, tensor.shape, tensor.dtype)
     local = op(local_as(a, mesh, _placed(dims_a, letters)), local_as(b, mesh, _placed(dims_b, letters)))
-    shape = torch.Size([*a.shape[:-1], b.size(-1)])
     made = tuple(
         Partial() if letter == "k" else place for letter, place in zip(letters, _placed(dims, letters), strict=True)
     )
-    wanted = _summed(made, shape, a, b, sizes)
+    wanted = _summed(made, shape, a, b, axes_of(mesh).sizes)
     if wanted != made:
         local = redistributed(local, make_spec(mesh, made, shape, local.stride(), local.dtype), wanted)
     return wrap(local, mesh, wanted, shape)

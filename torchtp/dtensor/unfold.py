@@ -12,7 +12,8 @@ from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed, taken
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Shard, plain_shard
 
 aten = torch.ops.aten
 
@@ -101,6 +102,10 @@ def fold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not taken(input) or input.dim() != 3:
         return unruled(op, args, kwargs)
     alongs = _alongs(list(sizes), params)
+    mesh, placements = input.device_mesh, input.placements
+    if axis_cutting(placements, 1) is not None and axis_cutting(placements, 2) is None:
+        by_place = tuple(Shard(2) if plain_shard(p) and p.dim == 1 else p for p in placements)
+        input = wrap(local_as(input, mesh, by_place), mesh, by_place, input.shape)
     patches = aten.view(input, [*input.shape[:2], *(along.count for along in alongs)])
     return _folded(op, patches, alongs) if _is_image_cut(patches) else unruled(op, args, kwargs)
 
