@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, wrap
+from torchtp.dtensor.cut import Placements, axes_of, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, swapped
 from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
@@ -18,7 +18,6 @@ from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     Op,
-    Partial,
     Replicate,
     Shard,
     local_of,
@@ -178,7 +177,7 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
     if lead is None:
         return unruled(op, args, kwargs)
     mesh = lead.device_mesh
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
+    placements = sums_done(spec_of(lead).placements)
     cut = [p.dim for p in placements if plain_shard(p)]
     agree = all(t.dim() == lead.dim() and all(t.size(d) == lead.size(d) for d in cut if d != dim) for t in tensors)
     in_place = op._schema.name.endswith("_")

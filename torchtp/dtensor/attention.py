@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import Placements, axes_of, full_of, owned, wrap
+from torchtp.dtensor.cut import Placements, axes_of, full_of, owned, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.registry import bound, composite_rule
 from torchtp.dtensor.sharing import local_as
@@ -102,7 +102,7 @@ def _parts(plan: _Plan, query: DTensor, key: DTensor, value: DTensor) -> list[to
 
 def _of_key(plan: _Plan, grad: torch.Tensor, like: DTensor) -> DTensor:
     """The sum over the ranks of what came from each one's queries, cut as the keys are."""
-    wanted = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(like).placements)
+    wanted = sums_done(spec_of(like).placements)
     spec = make_spec(plan.mesh, plan.of_key, like.shape, grad.stride(), grad.dtype)
     return wrap(redistributed(grad, spec, wanted), plan.mesh, wanted, like.shape)
 

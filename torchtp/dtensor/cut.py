@@ -176,6 +176,11 @@ def dense_stride(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+def sums_done(placements: Placements) -> Placements:
+    """The placements with what is still to be summed whole."""
+    return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
+
+
 def num_shards(mesh: DeviceMesh, placements: Placements) -> int:
     """How many pieces the tensor is cut into: over how many ranks a sum over its elements is partial."""
     number = 1

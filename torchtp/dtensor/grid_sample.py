@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_of, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_of, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.reduction import all_reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
@@ -197,7 +197,7 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
         return of_input, None
     of_grid = wrap(of_grid.mul(pulled.scale).to(grid.dtype), pulled.mesh, pulled.grid_placements, grid.shape)
     if isinstance(grid, DTensor):  # of one that every rank holds (an affine transform's, some points') whole again
-        as_given = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(grid).placements)
+        as_given = sums_done(spec_of(grid).placements)
         whole = redistributed(local_of(of_grid), spec_of(of_grid), as_given)
         of_grid = wrap(whole, pulled.mesh, as_given, grid.shape)
     return of_input, of_grid

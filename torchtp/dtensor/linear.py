@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from torchtp.dtensor.along import Turn
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, parameter_gradient, wrap
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, parameter_gradient, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
-from torchtp.dtensor.shape import taken
+from torchtp.dtensor.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.spatial import arrange, is_marked
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Partial, Replicate, make_spec, spec_of
+from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, make_spec, spec_of
 
 _OP = torch.ops.aten.linear.default
 
@@ -24,19 +24,15 @@ def _takes(input: Any, weight: Any, bias: Any) -> bool:
     """Ours: an activation of a mesh that cuts images, and parameters that every rank holds whole."""
     if not isinstance(input, DTensor) or input.dim() == 0 or not is_marked(input.device_mesh):
         return False
-    return all(
-        not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in spec_of(tensor).placements)
-        for tensor in (weight, bias)
-    )
+    return is_replicated(weight) and is_replicated(bias)
 
 
 def _turn(input: DTensor) -> Turn | None:
-    """How the features become whole by cutting something else; None where nothing else can be cut."""
-    if not taken(input):
+    """How cut features become whole by cutting something else; None where they are whole, or nothing else can be cut."""
+    spec, last = spec_of(input), input.dim() - 1
+    if axis_cutting(spec.placements, last) is None or not taken(input):
         return None
-    spec = spec_of(input)
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-    turn = Turn(spec.mesh, placements, input.shape, {input.dim() - 1})
+    turn = Turn(spec.mesh, sums_done(spec.placements), input.shape, {last})
     return turn if turn.possible else None
 
 
@@ -53,7 +49,7 @@ def _local(input: DTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> D
     local, mesh, placements = _arranged(input)
     output = F.linear(local, full_of(weight), None if bias is None else full_of(bias))
     turn = _turn(input)
-    if turn is not None and turn.swaps and shape[-1] > 1:
+    if turn is not None and shape[-1] > 1:
         spec = make_spec(mesh, placements, shape, output.stride(), output.dtype)
         output, placements = recut(output, spec, turn.placements), turn.placements
     return wrap(output, mesh, placements, shape)

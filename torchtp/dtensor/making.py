@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import dense_stride, wrap
+from torchtp.dtensor.cut import dense_stride, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.moving import chunk_of
 from torchtp.dtensor.registry import spatial_rule
@@ -55,6 +55,6 @@ def new_strided(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_spatial(tensor) or has_strided_shard(tensor) or tuple(sizes) != tuple(tensor.shape):
         return passthrough(op, args, kwargs)
     spec, local = spec_of(tensor), local_of(tensor)
-    placements = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements)
+    placements = sums_done(spec.placements)
     made = op(local, local.shape, dense_stride(local.shape, tuple(stride)), **kwargs)
     return wrap(made, spec.mesh, placements, tensor.shape)

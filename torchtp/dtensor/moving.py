@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, owned, wrap
+from torchtp.dtensor.cut import Placements, axes_of, owned, sums_done, wrap
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -105,6 +105,8 @@ def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: 
 
 def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> torch.Tensor:
     """The local tensor under other placements; where another dim is to be cut, a rank sends no more than it holds."""
+    if spec.placements == placements:
+        return local
     mesh, now = spec.mesh, list(spec.placements)
     assert spec.tensor_meta is not None
     shape = spec.tensor_meta.shape
@@ -131,7 +133,7 @@ class Recut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:
-        ctx.placements = tuple(Replicate() if isinstance(p, Partial) else p for p in tensor.placements)
+        ctx.placements = sums_done(tensor.placements)
         return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.cut import sums_done, wrap
 from torchtp.dtensor.registry import bound
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
@@ -39,7 +39,7 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     if any(t.size(dim) != lead.size(dim) for t in tensors for dim in cut):
         return None
     mesh = lead.device_mesh
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
+    placements = sums_done(spec_of(lead).placements)
     parts = [local_as(value, mesh, placements) if isinstance(value, torch.Tensor) else value for value in values]
     own = next(part.shape[:2] for part in parts if isinstance(part, torch.Tensor))
     if 0 in own:  # which some kernels refuse

@@ -12,7 +12,7 @@ from torchtp.dtensor.cut import Placements, axes_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.registry import bound, composite_rule, named_arguments, spatial_rule
 from torchtp.dtensor.sharing import hand_out, local_as
-from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.spatial import is_replicated, is_spatial
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
@@ -122,16 +122,12 @@ def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return result if named["beta"] == 0 else aten.add(result, summand, alpha=named["beta"])
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in spec_of(tensor).placements)
-
-
 @composite_rule("matmul")
 def matmul(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With a whole matrix, a weight, on one side the other keeps its dims: folded into two, it would have to be moved."""
     a, b = bound(op, args, kwargs)
-    if a.dim() > 2 and b.dim() in (1, 2) and is_spatial(a) and _is_whole(b):
+    if a.dim() > 2 and b.dim() in (1, 2) and is_spatial(a) and is_replicated(b):
         return F.linear(a, b.t()) if b.dim() == 2 else F.linear(a, b.unsqueeze(0)).squeeze(-1)
-    if b.dim() > 2 and a.dim() == 2 and is_spatial(b) and _is_whole(a):
+    if b.dim() > 2 and a.dim() == 2 and is_spatial(b) and is_replicated(a):
         return F.linear(b.transpose(-2, -1), a).transpose(-2, -1)
     return op.decompose(*args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, wrap
+from torchtp.dtensor.cut import Placements, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pulled, shifted
 from torchtp.dtensor.pointwise import common_placements
@@ -18,7 +18,6 @@ from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     Op,
-    Partial,
     Replicate,
     Shard,
     local_of,
@@ -42,7 +41,7 @@ def axis_cutting(placements: Placements, dim: int) -> int | None:
 def summed(tensor: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
     """Local part, mesh and placements, sums done."""
     spec = spec_of(tensor)
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+    placements = sums_done(spec.placements)
     return redistributed(local_of(tensor), spec, placements), spec.mesh, placements
 
 
@@ -81,7 +80,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim %= lead.dim()
     extent = sum(tensor.size(dim) for tensor in tensors)
     shape = resized(lead.shape, dim, extent)
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec_of(lead).placements)
+    placements = sums_done(spec_of(lead).placements)
     locals_ = []
     for tensor in tensors:
         if isinstance(tensor, DTensor) and gathers(spec_of(tensor).placements, placements):

@@ -40,8 +40,7 @@ def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> 
     if not isinstance(tensor, DTensor):
         hand_out(tensor)
         return cut_locally(tensor, mesh, placements)
-    spec = spec_of(tensor)
-    return local_of(tensor) if spec.placements == placements else recut(local_of(tensor), spec, placements)
+    return recut(local_of(tensor), spec_of(tensor), placements)
 
 
 def _share_gradient(grad: torch.Tensor) -> torch.Tensor:

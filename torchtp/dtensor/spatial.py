@@ -64,6 +64,11 @@ def local_part(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple
     return tensor.redistribute(placements=kept).to_local(grad_placements=kept), kept
 
 
+def is_replicated(tensor: torch.Tensor) -> bool:
+    """Whether every rank holds the values of all of it, a plain tensor or not."""
+    return not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in spec_of(tensor).placements)
+
+
 def is_whole(tensor: DTensor) -> bool:
     """Whether every rank of a mesh that cuts images holds the tensor's full shape: its values, or a share of their sum."""
     spec = spec_of(tensor)
@@ -79,19 +84,26 @@ def arrange(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[to
     spec = spec_of(tensor)
     sizes = axes_of(spec.mesh).sizes
     held = {p.dim for p in spec.placements if plain_shard(p)}
-    free = sorted(
-        (dim for dim in range(tensor.dim()) if may_cut(dim) and dim not in held), key=lambda dim: tensor.size(dim)
-    )
     seen: set[int] = set()
     placements: list[Placement] = []
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, (Replicate, Partial)):
             placements.append(Replicate())
-        elif plain_shard(placement) and may_cut(placement.dim) and placement.dim not in seen:
+            continue
+        if plain_shard(placement) and may_cut(placement.dim) and placement.dim not in seen:
             seen.add(placement.dim)
             placements.append(placement)
-        elif plain_shard(placement) and placement.dim not in seen and free and tensor.size(free[-1]) >= sizes[axis]:
-            placements.append(Shard(free.pop()))
+            continue
+        free = [dim for dim in range(tensor.dim()) if may_cut(dim) and dim not in held]
+        other = max(reversed(free), key=tensor.size, default=None)  # the last one of several
+        if (
+            plain_shard(placement)
+            and placement.dim not in seen
+            and other is not None
+            and tensor.size(other) >= sizes[axis]
+        ):
+            held.add(other)
+            placements.append(Shard(other))
         else:
             notice.gathering(op, tensor.shape, tensor.dtype)
             placements.append(Replicate())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import axes_of, dense_stride, wrap
+from torchtp.dtensor.cut import axes_of, dense_stride, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, pulled, pushed, recut, same_chunks, scaled
 from torchtp.dtensor.parts import linked
@@ -19,7 +19,6 @@ from torchtp.dtensor.spatial import is_spatial, is_whole
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -118,8 +117,8 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
     atoms = _atoms(tensor.shape, groups, shape)
     if atoms not in (tensor.shape, shape):
         split = _reshaped(tensor, atoms)
-        merged = split and _reshaped(split[0], shape)
-        return merged and (merged[0], merged[1] or (split is not None and split[1]))
+        merged = None if split is None else _reshaped(split[0], shape)
+        return None if split is None or merged is None else (merged[0], split[1] or merged[1])
     if any(_inside(tensor, mine, theirs, shape) for mine, theirs in groups):
         return _with_outer_cuts(tensor, groups, shape)
     local, mesh, placements = summed(tensor)
@@ -177,12 +176,11 @@ def _atoms(old: torch.Size, groups: list[tuple[list[int], list[int]]], new: torc
         if len(sizes) < 2 or len(other) < 2:
             atoms += sizes if len(sizes) > len(other) else other
             continue
-        inner = {1: None} | {math.prod(sizes[i:]): None for i in range(len(sizes))}
-        inner |= {math.prod(other[i:]): None for i in range(len(other))}
-        steps = sorted(inner)
-        if any(b % a for a, b in itertools.pairwise(steps)):
+        inner = {math.prod(side[i:]) for side in (sizes, other) for i in range(len(side) + 1)}
+        steps = list(itertools.pairwise(sorted(inner)))
+        if any(b % a for a, b in steps):
             return new
-        atoms += [b // a for a, b in reversed(list(itertools.pairwise(steps)))]
+        atoms += [b // a for a, b in reversed(steps)]
     return torch.Size(atoms)
 
 
@@ -207,7 +205,7 @@ def _with_outer_cuts(
     """
     spec = spec_of(tensor)
     sizes = axes_of(spec.mesh).sizes
-    placements: list[Placement] = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    placements: list[Placement] = list(sums_done(spec.placements))
     for mine, theirs in groups:
         if not _inside(tensor, mine, theirs, shape):
             continue
