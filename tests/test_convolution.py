@@ -108,6 +108,46 @@ def test_parts_of_one_output_column_in_16_bits():
     run_ranks(narrow_parts, 3)
 
 
+def a_filter_each(seed, count):
+    """Depthwise, whose gradients of filters and of dilated inputs the CPU has steps of its own for; in 1 and 2 images."""
+    import torchtp  # noqa: F401
+
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for case in range(count):
+        extents, kernel, stride, padding, dilation, extra = draw(rng, 2, False)
+        images, channels = rng.choice([1, 2]), rng.choice([1, 3, 8, 19])
+        dtype, tolerance = rng.choice([(torch.float64, 1e-10), (torch.float32, 2e-5)])
+        cut = rng.choice(shardings((2, 3)))
+        x = torch.randn(images, channels, *extents, dtype=dtype)
+        if rng.random() < 0.3:  # tokens seen as an image
+            x = x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).view(images, -1, *extents)
+        else:
+            x = x.contiguous(memory_format=random_layout(rng, 4))
+        weight = torch.randn(channels, 1, *kernel, dtype=dtype)
+        x.requires_grad_(), weight.requires_grad_()
+        args = (stride, padding, dilation, False, extra, channels)
+        what = (case, x.shape, x.stride(), kernel, *args, cut, dtype)
+        y = torch.ops.aten.convolution(x, weight, None, *args)
+        dy = torch.randn_like(y)
+        part, w = cut.shard(x), leaf(weight)
+        if images == 1 and x.stride(1) == 1:
+            strides = (channels, 1, channels * part.size(3), channels)  # one image's own says nothing
+            part = part.contiguous(memory_format=torch.channels_last).as_strided(part.shape, strides)
+        part = part.detach().requires_grad_()
+        out = torch.ops.torchtp.convolution(part, w, None, *args, *cut.cut(x))
+        assert_same(out.detach(), cut.shard(y).detach(), what, tolerance)
+        grads = torch.autograd.grad(y, (x, weight), dy)
+        mine = torch.autograd.grad(out, (part, w), cut.shard(dy))
+        assert_same(mine[0], cut.shard(grads[0]), (what, "dx"), tolerance)
+        assert_same(total(mine[1]), grads[1], (what, "dw"), tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_filter_each_matches_the_whole(size):
+    run_ranks(a_filter_each, size, size, 80)
+
+
 def stack():
     """Layers on layers, in fp32 and both layouts: what a network does."""
     import torchtp  # noqa: F401

@@ -14,7 +14,9 @@
 #include "spatial/border_convolution.h"
 #include "spatial/convolution_geometry.h"
 #include "spatial/depthwise.h"
+#include "spatial/depthwise_steps.h"
 #include "spatial/pull.h"
+#include "spatial/slab.h"
 
 namespace torchtp::spatial {
 namespace {
@@ -156,10 +158,18 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
   if (nothing) {
     if (output_mask[0]) grad_input = at::zeros_like(input);
     if (output_mask[1]) grad_weight = at::zeros_like(weight);
-  } else if (output_mask[0] || output_mask[1]) {
-    std::tie(grad_input, grad_weight, std::ignore) = at::convolution_backward(
-        dy, input, weight, c10::nullopt, local.stride, local.padding, local.dilation, params.transposed,
-        local.output_padding, params.groups, {output_mask[0], output_mask[1], false});
+  } else {
+    const bool by_rows = output_mask[1] && has_weight_rows(input, weight, local);
+    const bool mirrored = output_mask[0] && pays_mirrored(input, weight, local);
+    const at::Tensor x = by_rows ? dense(input) : input;
+    const std::array<bool, 3> atens{output_mask[0] && !mirrored, output_mask[1] && !by_rows, false};
+    if (atens[0] || atens[1]) {
+      std::tie(grad_input, grad_weight, std::ignore) =
+          at::convolution_backward(dy, x, weight, c10::nullopt, local.stride, local.padding, local.dilation,
+                                   params.transposed, local.output_padding, params.groups, atens);
+    }
+    if (mirrored) grad_input = mirrored_convolution(dy, weight, local);
+    if (by_rows) grad_weight = weight_rows(dy, x, weight, local);
     // One layout on all ranks: collectives add memory, and a rank without rows answers in the weight's own layout.
     if (output_mask[1]) grad_weight = grad_weight.contiguous(weight.suggest_memory_format());
   }
@@ -189,8 +199,9 @@ void check_cuts(const at::Tensor& input, const at::Tensor& weight, const Convolu
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        const ConvolutionParams& params, const std::vector<Cut>& cuts) {
   check_cuts(input, weight, params, cuts);
-  return params.transposed ? forward_transposed(input, weight, bias, params, cuts)
-                           : forward_conv(input, weight, bias, params, cuts);
+  const at::Tensor x = with_format(input);
+  return params.transposed ? forward_transposed(x, weight, bias, params, cuts)
+                           : forward_conv(x, weight, bias, params, cuts);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad_output,
@@ -199,18 +210,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts) {
   at::Tensor grad_input, grad_weight, grad_bias;
-  if (has_depthwise(input, weight, params)) {
-    std::tie(grad_input, grad_weight) = depthwise_backward(grad_output, input, weight, params, output_mask, cuts);
-  } else if (pays_border_way(input, cuts) && has_border_way(input, weight, params, cuts)) {
-    std::tie(grad_input, grad_weight) =
-        border_convolution_backward(grad_output, input, weight, params, output_mask, cuts);
+  const at::Tensor x = with_format(input), dy = with_format(grad_output);
+  if (has_depthwise(x, weight, params)) {
+    std::tie(grad_input, grad_weight) = depthwise_backward(dy, x, weight, params, output_mask, cuts);
+  } else if (pays_border_way(x, cuts) && has_border_way(x, weight, params, cuts)) {
+    std::tie(grad_input, grad_weight) = border_convolution_backward(dy, x, weight, params, output_mask, cuts);
   } else {
-    std::tie(grad_input, grad_weight) = backward_on_pulled(grad_output, input, weight, params, output_mask, cuts);
+    std::tie(grad_input, grad_weight) = backward_on_pulled(dy, x, weight, params, output_mask, cuts);
   }
   if (output_mask[2]) {
     std::vector<int64_t> dims{0};
-    for (int64_t dim = 2; dim < grad_output.dim(); ++dim) dims.push_back(dim);
-    grad_bias = at::sum(grad_output, dims);
+    for (int64_t dim = 2; dim < dy.dim(); ++dim) dims.push_back(dim);
+    grad_bias = at::sum(dy, dims);
   }
   return {grad_input, grad_weight, grad_bias};
 }

@@ -4,6 +4,7 @@
 
 #include "spatial/convolution.h"
 #include "spatial/op.h"
+#include "spatial/slab.h"
 
 namespace torchtp::spatial::convolution_op {
 namespace {
@@ -52,7 +53,7 @@ at::Tensor convolution_meta(const at::Tensor& input, const at::Tensor& weight, c
     const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
     sizes[cut.dim] = owned(extent, cut.group.size, cut.group.rank).size();
   }
-  return at::empty(sizes, input.options(), input.suggest_memory_format());
+  return at::empty(sizes, input.options(), with_format(input).suggest_memory_format());
 }
 
 Three convolution_backward_meta(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,

@@ -147,6 +147,14 @@ class AddingSink : public RowsSink {
 
 }  // namespace
 
+at::Tensor with_format(const at::Tensor& tensor) {
+  if ((tensor.dim() != 4 && tensor.dim() != 5) || tensor.is_contiguous()) return tensor;
+  const auto last = tensor.dim() == 4 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::ChannelsLast3d;
+  if (tensor.suggest_memory_format() == last || !tensor.is_contiguous(last)) return tensor;
+  return tensor.as_strided(tensor.sizes(), tensor.dim() == 4 ? c10::get_channels_last_strides_2d(tensor.sizes())
+                                                             : c10::get_channels_last_strides_3d(tensor.sizes()));
+}
+
 at::Tensor dense(const at::Tensor& tensor) { return tensor.contiguous(tensor.suggest_memory_format()); }
 
 void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to, int64_t at, const Interval& before,

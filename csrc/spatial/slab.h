@@ -9,6 +9,11 @@
 
 namespace torchtp::spatial {
 
+// The tensor itself, said to be channels last where its memory is. Of one image the stride of the images may be
+// anything, as in tokens.transpose(1, 2).view(1, C, H, W), and PyTorch takes that for no format at all: it would be
+// copied.
+at::Tensor with_format(const at::Tensor& tensor);
+
 // The tensor in one of the dense layouts that slabs are cut from: contiguous or channels_last.
 at::Tensor dense(const at::Tensor& tensor);
 
