@@ -15,6 +15,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     local,
     loss,
     making,
+    matrices,
     max_pool,
     norm,
     pad,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import Placements, axes_of, full_of, owned, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, full_of, on_mesh, owned, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.registry import bound, composite_rule
 from torchtp.dtensor.sharing import local_as
@@ -81,6 +81,7 @@ class Attention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         plan: _Plan = ctx.plan
         if torch.is_grad_enabled():
+            grad = on_mesh(grad, plan.mesh)
             return (*_derivable(plan, (query, key, value), ctx.mask, grad, ctx.needs_input_grad), None, None)
         parts = [part.detach().requires_grad_() for part in _parts(plan, query, key, value)]
         with torch.enable_grad():

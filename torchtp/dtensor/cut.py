@@ -142,6 +142,14 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
     return redistributed(local_of(tensor), spec, (Replicate(),) * len(spec.placements))
 
 
+def on_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """A gradient as a DTensor; what every rank holds where it is plain, as autograd's own zeros are.
+
+    It makes them where a formula does not depend on an argument, and knows nothing of a DTensor but its shape.
+    """
+    return tensor if isinstance(tensor, DTensor) else wrap(tensor, mesh, (Replicate(),) * mesh.ndim, tensor.shape)
+
+
 def wrap(
     local: torch.Tensor,
     mesh: DeviceMesh,

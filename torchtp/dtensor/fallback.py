@@ -192,6 +192,8 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return taken_apart(op, args, kwargs)
     if whole:
         return _on_replicas(op, args, kwargs, cut.device_mesh)
+    if op.is_view and args[0] is cut and _is_whole_or_summands(cut):
+        return _on_replicas(op, args, kwargs, cut.device_mesh, spec_of(cut).placements)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
     with contextlib.suppress(NotImplementedError):  # upstream does not know the op
         results = passthrough(op, args, kwargs)
@@ -199,6 +201,14 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return results
     args, kwargs = pytree.tree_map(_summed, (args, kwargs))
     return _on_replicas(op, args, kwargs, cut.device_mesh)
+
+
+def _is_whole_or_summands(tensor: DTensor) -> bool:
+    """Whether a view of the sum is the sum of the views, so that what is written into it reaches the tensor."""
+    return all(
+        isinstance(p, Replicate) or (type(p) is Partial and p.reduce_op in ("sum", "avg"))
+        for p in spec_of(tensor).placements
+    )
 
 
 def _is_masked(leaf: Any) -> bool:
@@ -215,13 +225,15 @@ def _summed(leaf: Any) -> Any:
     return wrap(whole, leaf.device_mesh, (Replicate(),) * leaf.device_mesh.ndim, leaf.shape)
 
 
-def _on_replicas(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    """What every rank holds whole, every rank computes whole."""
+def _on_replicas(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, placements: Placements | None = None
+) -> Any:
+    """What every rank holds whole, or a summand of, every rank computes so."""
     local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
     results = _computed(op, local_args, local_kwargs)
-    whole = (Replicate(),) * mesh.ndim
+    placed = (Replicate(),) * mesh.ndim if placements is None else placements
     return pytree.tree_map(
-        lambda leaf: wrap(leaf, mesh, whole, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, results
+        lambda leaf: wrap(leaf, mesh, placed, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, results
     )
 
 

@@ -9,6 +9,7 @@ import torch
 
 from torchtp.dtensor.cut import Placements, axes_of, cut_of, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import recut
 from torchtp.dtensor.reduction import all_reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.sharing import local_as
@@ -22,7 +23,6 @@ from torchtp.dtensor.upstream import (
     Shard,
     local_of,
     plain_shard,
-    redistributed,
     spec_of,
 )
 
@@ -76,7 +76,8 @@ def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements]
         if isinstance(other, DTensor) and (
             other.device_mesh != lead.device_mesh
             or any(
-                new != old and not isinstance(old, (Replicate, Partial))
+                # A grid of two numbers a place is moved to where the image is.
+                new != old and not isinstance(old, (Replicate, Partial)) and not (other is grid and plain_shard(old))
                 for old, new in zip(spec_of(other).placements, wanted, strict=True)
             )
         ):
@@ -196,8 +197,8 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     if not wanted[1]:
         return of_input, None
     of_grid = wrap(of_grid.mul(pulled.scale).to(grid.dtype), pulled.mesh, pulled.grid_placements, grid.shape)
-    if isinstance(grid, DTensor):  # of one that every rank holds (an affine transform's, some points') whole again
+    if isinstance(grid, DTensor):  # as it came: whole of an affine transform or some points
         as_given = sums_done(spec_of(grid).placements)
-        whole = redistributed(local_of(of_grid), spec_of(of_grid), as_given)
-        of_grid = wrap(whole, pulled.mesh, as_given, grid.shape)
+        given = recut(local_of(of_grid), spec_of(of_grid), as_given)
+        of_grid = wrap(given, pulled.mesh, as_given, grid.shape)
     return of_input, of_grid

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtp.dtensor.along import Turn
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, parameter_gradient, sums_done, wrap
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, on_mesh, parameter_gradient, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
@@ -91,7 +91,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
-        wants = ctx.needs_input_grad
+        grad, wants = on_mesh(grad, input.device_mesh), ctx.needs_input_grad
         # In the input's own order of memory, as of aten's: ops before it that meet both in two orders take twice as long.
         return (
             Linear.apply(grad, weight.t(), None, _features_first(input.to_local())) if wants[0] else None,
@@ -142,11 +142,13 @@ class Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
         ctx.save_for_backward(bias)
+        ctx.mesh = mesh
         return wrap(cut_locally(full_of(bias).expand(shape), mesh, placements).clone(), mesh, placements, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
-        return Total.apply(grad, ctx.saved_tensors[0]), None, None, None
+        (bias,) = ctx.saved_tensors
+        return Total.apply(on_mesh(grad, ctx.mesh), bias), None, None, None
 
 
 @composite_rule("linear")

@@ -71,11 +71,12 @@ def conjugate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return part
 
 
-@spatial_rule("bucketize.Tensor", "searchsorted.Tensor")
-def bucketize(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@spatial_rule("bucketize.Tensor", "searchsorted.Tensor", "isin.Tensor_Tensor")
+def looked_up(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     searches = op._schema.name == "aten::searchsorted"
     tensor, table = (args[1], args[0]) if searches else (args[0], args[1])
-    if not taken(tensor) or is_spatial(table) or table.dim() != 1 or isinstance(kwargs.get("sorter"), DTensor):
+    several = table.dim() != 1 and op._schema.name != "aten::isin"  # a table for each row
+    if not taken(tensor) or is_spatial(table) or several or isinstance(kwargs.get("sorter"), DTensor):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     whole = local_as(table, mesh, (Replicate(),) * mesh.ndim)

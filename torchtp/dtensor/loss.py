@@ -74,7 +74,7 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
       "soft_margin_loss_backward")  # fmt: skip
 def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values, at = _arguments(op, args, kwargs)
-    tensors = [value for value in values[1:] if isinstance(value, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not _taken(*tensors):
         return unruled(op, args, kwargs)
     reduction = values[at]
@@ -82,7 +82,8 @@ def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, A
         return pointwise(op, tuple(values), {})
     shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
     mesh, placements = common_placements(op, tensors, shape)
-    grad = _whole(values[0])
+    each = values[0].dim() > 0  # a second derivative weighs each element
+    grad = aligned(op, values[0], shape, mesh, placements) if each else _whole(values[0])
     locals_ = [aligned(op, value, shape, mesh, placements) for value in values[1:]]
     locals_[at - 1] = _SUM
     result = op(grad / shape.numel() if reduction == _MEAN else grad, *locals_)

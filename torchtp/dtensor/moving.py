@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, owned, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, on_mesh, owned, sums_done, wrap
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -133,12 +133,12 @@ class Recut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:
-        ctx.placements = sums_done(tensor.placements)
+        ctx.mesh, ctx.placements = tensor.device_mesh, sums_done(tensor.placements)
         return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        return Recut.apply(grad, ctx.placements), None
+        return Recut.apply(on_mesh(grad, ctx.mesh), ctx.placements), None
 
 
 def chunk_of(mesh: DeviceMesh, axis: int, extent: int) -> tuple[int, int]:

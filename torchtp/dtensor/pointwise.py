@@ -11,8 +11,9 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
 from torchtp.dtensor.moving import gathers, recut
-from torchtp.dtensor.registry import spatial_rule, words
+from torchtp.dtensor.registry import install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
+from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -37,6 +38,8 @@ _FUNCTIONAL = words(
     log_sigmoid_forward log_sigmoid_backward mish_backward sigmoid_backward silu_backward softplus_backward
     tanh_backward logit_backward softshrink softshrink_backward hardshrink hardshrink_backward celu relu6
     _prelu_kernel _prelu_kernel_backward native_dropout_backward isclose rrelu_with_noise_backward polar complex
+    bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ isin.Tensor_Scalar
+    polygamma i0 special_i0e special_i1 special_i1e special_ndtri special_log_ndtr special_erfcx special_xlog1py igamma
     nextafter heaviside logaddexp logaddexp2 ldexp float_power where.self where.ScalarSelf where.ScalarOther where.Scalar
     fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams
     """
@@ -46,7 +49,10 @@ _IN_PLACE = words(
     add_ sub_ mul_ div_ pow_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ remainder_ fmod_ floor_divide_
     threshold_ hardtanh_ hardswish_ hardsigmoid_ celu_ relu6_ logical_and_ logical_or_ eq_ ne_ lt_ le_ gt_ ge_
     mish_ abs_ elu_ erf_ exp_ fill_ leaky_relu_ log_ neg_ reciprocal_ relu_ rsqrt_ sigmoid_ silu_ sqrt_ tanh_
-    zero_
+    zero_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ bitwise_left_shift_ bitwise_right_shift_
+    logical_xor_ logical_not_ ceil_ floor_ round_ trunc_ frac_ sign_ sgn_ square_ exp2_ expm1_ log1p_ log2_ log10_
+    sin_ cos_ tan_ asin_ acos_ atan_ sinh_ cosh_ asinh_ acosh_ atanh_ sinc_ erfc_ erfinv_ lgamma_ digamma_ logit_
+    nan_to_num_ deg2rad_ rad2deg_ atan2_ hypot_ copysign_ nextafter_ heaviside_ xlogy_ float_power_ ldexp_
     """
 )
 
@@ -179,9 +185,16 @@ def aligned(op: Op, arg: Any, shape: torch.Size, mesh: DeviceMesh, placements: P
     spec = spec_of(arg)
     if spec.placements == target:
         return local_of(arg)
-    if gathers(spec.placements, target):
+    if gathers(spec.placements, target) and not _gives_a_row(arg, spec.placements, target):
         notice.gathering(op, arg.shape, arg.dtype)
     return recut(local_of(arg), spec, target)
+
+
+def _gives_a_row(arg: DTensor, old: Placements, new: Placements) -> bool:
+    """Whether all that is lost of the cut is that of a dim of one row, which an op on all rows needs everywhere."""
+    return all(
+        a == b or not a.is_shard() or (plain_shard(a) and arg.size(a.dim) == 1) for a, b in zip(old, new, strict=True)
+    )
 
 
 def _is_accumulation(op: Op, tensors: list[torch.Tensor]) -> bool:
@@ -199,6 +212,23 @@ def _by_autograd_itself() -> bool:
     while frame is not None and frame.f_globals["__name__"].startswith("torchtp.dtensor."):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def beside_zero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shape and dtype of the sum with a zero tensor, which the derivative of abs() makes: asked of the meta device."""
+    if any(isinstance(arg, torch.Tensor) and arg.device.type != "meta" for arg in args):
+        return passthrough(op, args, kwargs)
+    return op(
+        *(torch.empty(arg.shape, dtype=arg.dtype, device="meta") if isinstance(arg, DTensor) else arg for arg in args)
+    )
+
+
+def _take_zeros() -> None:
+    for name in ("add", "sub", "mul", "div"):
+        install(f"prims::{name}", beside_zero)
+
+
+on_first_mark(_take_zeros)
 
 
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,7 +55,7 @@ def _placed(dims: str, letters: list[str]) -> Placements:
 def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = bound(op, args, kwargs)
     lead = a if is_spatial(a) else b
-    if not is_spatial(lead) or has_strided_shard(a) or has_strided_shard(b):
+    if not is_spatial(lead) or any(has_strided_shard(t) or t.layout is not torch.strided for t in (a, b)):
         return unruled(op, args, kwargs)
     mesh = lead.device_mesh
     dims_a, dims_b, dims = _DIMS[a.dim()]
@@ -114,7 +114,7 @@ def _summed(
 def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     summand, a, b = list(named.values())[:3]
-    if not (is_spatial(a) or is_spatial(b)):
+    if not (is_spatial(a) or is_spatial(b)) or any(t.layout is not torch.strided for t in (summand, a, b)):
         return unruled(op, args, kwargs)
     hand_out(summand)
     result = aten.bmm(a, b) if a.dim() == 3 else aten.mm(a, b)

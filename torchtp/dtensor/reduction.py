@@ -93,6 +93,24 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return to.wrap(to.total(local))
 
 
+@spatial_rule("nansum")
+def nansum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dims, keepdim, *_ = bound(op, args, {})
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    to = Reduced(tensor, dims, keepdim)
+    return to.wrap(to.total(op(to.local, to.dims, keepdim, **kwargs)))
+
+
+@spatial_rule("count_nonzero.dim_IntList", "count_nonzero")
+def count_nonzero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dims = named_arguments(op, args, kwargs)["self"], args[1] if len(args) > 1 else kwargs.get("dim")
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    to = Reduced(tensor, dims, False)
+    return to.wrap(to.total(aten.count_nonzero.dim_IntList(to.local, to.dims)))
+
+
 @spatial_rule("mean.dim", "mean")
 def mean_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)

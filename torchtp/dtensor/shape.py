@@ -13,7 +13,7 @@ from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pull
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, rule, spatial_rule
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.spatial import is_marked, is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -127,6 +127,19 @@ def flip(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap(aten.flip(local, dims), mesh, placements, tensor.shape)
 
 
+@spatial_rule("rot90")
+def rot90(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, times, dims = bound(op, args, kwargs)
+    times %= 4
+    if not taken(tensor) or len(dims) != 2:
+        return unruled(op, args, kwargs)
+    if times == 0:
+        return aten.clone(tensor)
+    mirrored_dims = list(dims) if times == 2 else [dims[1] if times == 1 else dims[0]]
+    turned = aten.flip(tensor, mirrored_dims)
+    return turned if times == 2 else aten.clone(aten.transpose(turned, *dims))
+
+
 @spatial_rule("roll")
 def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, shifts, dims = bound(op, args, kwargs)
@@ -217,4 +230,17 @@ def as_strided(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if stays and not offset:
         return tensor if op._schema.name.endswith("_") else aten.alias(tensor)
-    return unruled(op, args, kwargs)
+    local = local_of(tensor)
+    if is_spatial(tensor) or not is_marked(tensor.device_mesh):
+        return unruled(op, args, kwargs)
+    lies_so = all(
+        a == b for a, b, extent in zip(local.stride(), tensor.stride(), tensor.shape, strict=True) if extent > 1
+    )
+    if not lies_so:
+        raise NotImplementedError(
+            f"{op}: strides count places in memory, and those of this tensor are {local.stride()}, not "
+            f"{tensor.stride()} as it says; take `tensor.clone(memory_format=torch.contiguous_format)` first"
+        )
+    # Places in memory: the local tensor may lie in the middle of another one.
+    start = local.storage_offset() + (0 if offset is None else offset - tensor.storage_offset())
+    return unruled(op, (tensor, size, stride, start), {})

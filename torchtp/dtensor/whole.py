@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, on_mesh, wrap
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, Replicate, plain_shard
 
 
@@ -15,12 +15,13 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+        ctx.mesh = mesh
         part = cut_locally(full, mesh, placements)
         return wrap(part.clone(memory_format=dense_format(full)), mesh, placements, full.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, None, None]:
-        return Gather.apply(grad), None, None
+        return Gather.apply(on_mesh(grad, ctx.mesh)), None, None
 
 
 class Gather(torch.autograd.Function):
@@ -57,12 +58,12 @@ class Contributed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, mesh: Any) -> DTensor:
-        placements = (Partial(),) * mesh.ndim
+        ctx.mesh, placements = mesh, (Partial(),) * mesh.ndim
         return wrap(grad / num_shards(mesh, placements), mesh, placements, grad.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
-        return Whole.apply(grad), None
+        return Whole.apply(on_mesh(grad, ctx.mesh)), None
 
 
 class Given(torch.autograd.Function):

@@ -1,0 +1,133 @@
+"""Matrices in the last dims of cut DTensors, one at each place say: every rank takes its own, and of a cut one its rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchtp.dtensor.cut import full_of, sums_done, wrap
+from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.moving import chunk_of
+from torchtp.dtensor.reduction import all_reduced
+from torchtp.dtensor.registry import bound, spatial_rule, words
+from torchtp.dtensor.shape import axis_cutting, summed, taken
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard
+
+aten = torch.ops.aten
+
+
+@spatial_rule(*words("""
+    linalg_inv_ex _linalg_solve_ex _linalg_det _linalg_slogdet linalg_cholesky_ex linalg_lu linalg_lu_factor_ex
+    linalg_lu_solve linalg_qr _linalg_svd linalg_eig _linalg_eigvals _linalg_eigh linalg_matrix_exp cholesky_solve
+    linalg_solve_triangular linalg_ldl_factor_ex linalg_householder_product cholesky_inverse
+"""))  # fmt: skip
+def each_matrix(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of matrices that are whole, one at each place say, every rank takes its own."""
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+    lead = next((tensor for tensor in tensors if isinstance(tensor, DTensor) and taken(tensor)), None)
+    if lead is None:
+        return unruled(op, args, kwargs)
+    batch = lead.shape[: lead.dim() - 2]
+    if any(plain_shard(p) and p.dim >= len(batch) for p in lead.placements) or any(
+        tensor.shape[: len(batch)] != batch or has_strided_shard(tensor) for tensor in tensors
+    ):
+        return unruled(op, args, kwargs)
+    mesh, placements = lead.device_mesh, sums_done(lead.placements)
+    parts, named = pytree.tree_map_only(torch.Tensor, lambda tensor: local_as(tensor, mesh, placements), (args, kwargs))
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda part: wrap(part, mesh, placements, torch.Size([*batch, *part.shape[len(batch) :]])),
+        op(*parts, **named),
+    )
+
+
+@spatial_rule("_linalg_check_errors")
+def check_errors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises on all ranks where a matrix of any rank is at fault; only then are the codes brought together, to say which."""
+    info, *others = args
+    if not taken(info):
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(info)
+    worst = local.abs().max() if local.numel() else local.new_zeros(())
+    if all_reduced(worst, mesh, [axis for axis, p in enumerate(placements) if plain_shard(p)], "max").any():
+        op(full_of(info), *others, **kwargs)
+    return None
+
+
+@spatial_rule("tril", "triu", "tril_", "triu_")
+def triangle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows and columns count from the first ones of the whole."""
+    tensor, diagonal = bound(op, args, kwargs)
+    if not taken(tensor) or tensor.dim() < 2:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
+    if op._schema.is_mutable and local is not local_of(tensor):  # a sum is not written into summand by summand
+        return unruled(op, args, kwargs)
+    for dim, sign in ((tensor.dim() - 2, 1), (tensor.dim() - 1, -1)):
+        axis = axis_cutting(placements, dim)
+        if axis is not None:
+            diagonal += sign * chunk_of(mesh, axis, tensor.size(dim))[0]
+    result = op(local, diagonal)
+    return tensor if op._schema.is_mutable else wrap(result, mesh, placements, tensor.shape)
+
+
+def _placed(placements: Any, places: list[int | None]) -> Any:
+    """The placements of a tensor for each of whose dims `places` says which dim of another one it is; None: of none."""
+    return tuple(Shard(places.index(p.dim)) if plain_shard(p) else p for p in placements)
+
+
+@spatial_rule("diagonal")
+def diagonal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, offset, *dims = bound(op, args, kwargs)
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    dims = [dim % tensor.dim() for dim in dims]
+    if any(axis_cutting(tensor.placements, dim) is not None for dim in dims):
+        return unruled(op, args, kwargs)
+    part = op(local_of(tensor), offset, *dims)
+    left = [dim for dim in range(tensor.dim()) if dim not in dims]
+    shape = torch.Size([*(tensor.size(dim) for dim in left), part.size(-1)])
+    stride = (*(tensor.stride(dim) for dim in left), sum(tensor.stride(dim) for dim in dims))
+    return wrap(part, tensor.device_mesh, _placed(tensor.placements, [*left, None]), shape, stride)
+
+
+@spatial_rule("diagonal_scatter")
+def diagonal_scatter(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, source, *where = bound(op, args, kwargs)
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    result = aten.clone(tensor)
+    aten.copy_(aten.diagonal(result, *where), source)
+    return result
+
+
+@spatial_rule("diag_embed")
+def diag_embed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, offset, *dims = bound(op, args, kwargs)
+    if not taken(tensor) or axis_cutting(tensor.placements, tensor.dim() - 1) is not None:
+        return unruled(op, args, kwargs)
+    return _embedded(tensor, offset, [dim % (tensor.dim() + 1) for dim in dims], None)
+
+
+@spatial_rule("diagonal_backward")
+def diagonal_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, sizes, offset, *dims = bound(op, args, kwargs)
+    if not taken(grad) or axis_cutting(grad.placements, grad.dim() - 1) is not None:
+        return unruled(op, args, kwargs)
+    return _embedded(grad, offset, [dim % len(sizes) for dim in dims], sizes)
+
+
+def _embedded(tensor: DTensor, offset: int, dims: list[int], sizes: Any) -> DTensor:
+    """The last dim on a diagonal of zeros, of the extents that `sizes` has there or as large as it has to be."""
+    local, mesh, placements = summed(tensor)
+    left = iter(range(tensor.dim() - 1))
+    places = [None if dim in dims else next(left) for dim in range(tensor.dim() + 1)]
+    extent = tensor.size(-1) + abs(offset)
+    shape = [extent if place is None else tensor.size(place) for place in places] if sizes is None else list(sizes)
+    own = [shape[dim] if place is None else local.size(place) for dim, place in enumerate(places)]
+    result = local.new_zeros(own)
+    result.diagonal(offset, *dims).copy_(local)
+    return wrap(result, mesh, _placed(placements, places), torch.Size(shape))
