@@ -16,7 +16,17 @@ from benchmarks.common import RESULTS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.summary --write -->\n", "<!-- end of figures -->\n"
-BENCHMARKS = ("train_step", "memory", "exchange", "allreduce", "collectives", "hosts", "gradients", "dispatch")
+BENCHMARKS = (
+    "train_step",
+    "memory",
+    "exchange",
+    "allreduce",
+    "collectives",
+    "hosts",
+    "gradients",
+    "dispatch",
+    "filter_gradients",
+)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -77,6 +87,11 @@ def _figures() -> Iterator[tuple[str, str]]:
                 f"gradient allreduce hidden behind backward, {row['network']}, {row['ranks']} ranks",
                 f"{row['hidden']:.0%}",
             )
+    if (RESULTS / "filter_gradients.json").exists():
+        rows = read("filter_gradients")["rows"]
+        for dtype in dict.fromkeys(row["dtype"] for row in rows):
+            ratios = [row["ratio"]["median"] for row in rows if row["dtype"] == dtype and row["kernel"] >= 5]
+            yield f"gradient of depthwise filters, 5 x 5 to 31 x 31, {dtype}, CPU: PyTorch : torchtp", _between(ratios)
     added = [row["added_forward_s"]["median"] for row in read("dispatch")["rows"]]
     both = [row["added_both_s"]["median"] for row in read("dispatch")["rows"]]
     yield (

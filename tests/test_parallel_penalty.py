@@ -118,6 +118,8 @@ WRITES = {
     "of_a_part": written(lambda a: a[1].fill_diagonal_(0)),
     "fill_diagonal": lambda x: (lambda a: a.fill_diagonal_(0) @ x[0].flatten(1))(affinity(x)[1] * 1),
     "strided_view_of_a_part": written(lambda a: a[1].as_strided((3,), (4,), 9).mul_(3)),
+    "copy_of_a_diagonal": written(lambda a: a.diagonal(dim1=1, dim2=2).contiguous().mul_(2)),
+    "copy_of_windows": written(lambda a: a.unfold(2, 2, 2).reshape(-1).mul_(2)),
     "transposed": written(lambda a: a.mT[:, 1].mul_(2)),
     "real": complex_part,
 }

@@ -102,6 +102,7 @@ def view_links(op: Op, others: tuple[Any, ...], kwargs: dict[str, Any], index: i
     return take, put
 
 
+_OF_BITS = torch.ops.aten.view.dtype  # no view of a sum is the sum of such views
 _VIEWS = {getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "_reshape_alias")}
 
 
@@ -192,7 +193,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return taken_apart(op, args, kwargs)
     if whole:
         return _on_replicas(op, args, kwargs, cut.device_mesh)
-    if op.is_view and args[0] is cut and _is_whole_or_summands(cut):
+    if op.is_view and op is not _OF_BITS and args[0] is cut and _is_whole_or_summands(cut):
         return _on_replicas(op, args, kwargs, cut.device_mesh, spec_of(cut).placements)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
     with contextlib.suppress(NotImplementedError):  # upstream does not know the op
@@ -232,9 +233,13 @@ def _on_replicas(
     local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
     results = _computed(op, local_args, local_kwargs)
     placed = (Replicate(),) * mesh.ndim if placements is None else placements
-    return pytree.tree_map(
-        lambda leaf: wrap(leaf, mesh, placed, leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, results
-    )
+
+    def give(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return wrap(leaf, mesh, placed, leaf.shape, leaf.stride() if op.is_view else None)
+
+    return pytree.tree_map(give, results)
 
 
 def _local_of_whole(leaf: Any) -> Any:
