@@ -46,6 +46,9 @@ LAST = {
     "losses": lambda: Of(losses),
     "whole_rows": lambda: Of(lambda x: x.mean(3)),
     "pool_of_whole_rows": lambda: Of(lambda x: F.avg_pool1d(x.mean(3), 3) + F.max_pool1d(x.mean(3), 3)),
+    "pools_of_both": lambda: Of(
+        lambda x: torch.cat([F.avg_pool1d(x.mean(2), 4, 3), F.adaptive_max_pool1d(x.mean(3), 5)], 2)
+    ),
     "abs_of_whole_rows": lambda: Of(lambda x: x.mean(3).abs()),
     "sorted": lambda: Of(lambda x: x.sort(3).values + x.median(3, keepdim=True).values),
     "resampled": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
@@ -55,11 +58,11 @@ LAST = {
 
 
 def penalties(shape, cut, first):
-    """For each last layer what differs: of a penalty alone, and beside the loss."""
+    """For each last layer what differs: of a penalty alone, and beside the loss; where it weighs outputs alike or not."""
     layout = torchtp.Layout(init_device_mesh("cpu", shape, mesh_dim_names=tuple(cut)), spatial=cut)
     wrong = []
     for last, make in LAST.items():
-        for linear in (True, False):
+        for linear, alone in ((True, True), (True, False), (False, False)):
             results = []
             for parallel in (False, True):
                 torch.manual_seed(0)
@@ -73,13 +76,13 @@ def penalties(shape, cut, first):
                 (gradient,) = torch.autograd.grad(loss, image, create_graph=True)
                 if not gradient.requires_grad:
                     continue
-                (gradient.square().sum() + (0 if linear else loss)).backward()
+                (gradient.square().sum() + (0 if alone else loss)).backward()
                 results.append([image.grad, *(parameter.grad for parameter in parameters)])
             for number, (mine, reference) in enumerate(zip(*results[::-1], strict=True) if results else ()):
                 mine, reference = (torch.zeros(()) if t is None else t for t in (mine, reference))
                 error = (mine - reference).abs().max() / max(1.0, reference.abs().max())
                 if not error < 1e-10:
-                    wrong.append((last, linear, number, float(error)))
+                    wrong.append((last, linear, alone, number, float(error)))
     return wrong
 
 

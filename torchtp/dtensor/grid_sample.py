@@ -9,8 +9,8 @@ import torch
 
 from torchtp.dtensor.cut import Placements, axes_of, cut_of, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.moving import recut
-from torchtp.dtensor.reduction import all_reduced, wide
+from torchtp.dtensor.moving import all_reduced, recut
+from torchtp.dtensor.reduction import wide
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial

@@ -8,8 +8,8 @@ import torch
 
 from torchtp.dtensor.cut import partial_over_shards, wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.pointwise import pointwise, pointwise_in_place
-from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
 from torchtp.dtensor.sharing import local_as

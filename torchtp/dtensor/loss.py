@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from torchtp.dtensor.cut import cut_locally, cut_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
-from torchtp.dtensor.reduction import all_reduced
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (

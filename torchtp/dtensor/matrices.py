@@ -9,8 +9,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import full_of, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of
-from torchtp.dtensor.reduction import all_reduced
+from torchtp.dtensor.moving import all_reduced, chunk_of
 from torchtp.dtensor.registry import bound, spatial_rule, words
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as

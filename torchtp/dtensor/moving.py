@@ -141,6 +141,15 @@ class Recut(torch.autograd.Function):
         return Recut.apply(on_mesh(grad, ctx.mesh), ctx.placements), None
 
 
+def all_reduced(local: torch.Tensor, mesh: DeviceMesh, axes: list[int], reduce_op: str = "sum") -> torch.Tensor:
+    """The sum (or what `reduce_op` says) of the local tensors over mesh axes."""
+    if not axes:
+        return local
+    placements = tuple(Partial(reduce_op) if axis in axes else Replicate() for axis in range(mesh.ndim))
+    spec = make_spec(mesh, placements, local.shape, local.stride(), local.dtype)
+    return redistributed(local, spec, (Replicate(),) * mesh.ndim)
+
+
 def chunk_of(mesh: DeviceMesh, axis: int, extent: int) -> tuple[int, int]:
     """The rows this rank has of a dim of `extent` that is cut over the axis."""
     axes = axes_of(mesh)

@@ -10,7 +10,7 @@ import torch
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
-from torchtp.dtensor.moving import gathers, recut
+from torchtp.dtensor.moving import all_reduced, gathers, recut
 from torchtp.dtensor.registry import install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.spatial import on_first_mark
@@ -231,10 +231,15 @@ def _take_zeros() -> None:
 on_first_mark(_take_zeros)
 
 
+def _on_some_rank(flag: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """The same answer on all ranks, whatever a rank has of a gradient; without data, yes."""
+    return flag.is_meta or bool(all_reduced(flag.to(torch.uint8), mesh, list(range(mesh.ndim)), "max"))
+
+
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
-    if any(placement.is_shard() for placement in spec_of(cut).placements) and not whole.any():
+    if not _on_some_rank(whole.any(), cut.device_mesh):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
     plain = full_of(cut) if axes_of(cut.device_mesh).writes_into_plain else share_of(cut)
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)

@@ -8,7 +8,7 @@ import torch
 
 from torchtp.dtensor.cut import Placements, cut_of, is_cut, owned, wrap
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.reduction import all_reduced
+from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark

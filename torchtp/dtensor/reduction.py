@@ -9,10 +9,10 @@ import torch
 
 from torchtp.dtensor.cut import Placements, full_of, wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
 from torchtp.dtensor.shape import summed, taken
 from torchtp.dtensor.upstream import (
-    DeviceMesh,
     DTensor,
     Op,
     Partial,
@@ -20,23 +20,12 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     in_backward,
-    make_spec,
     passthrough,
     plain_shard,
-    redistributed,
     spec_of,
 )
 
 aten = torch.ops.aten
-
-
-def all_reduced(local: torch.Tensor, mesh: DeviceMesh, axes: list[int], reduce_op: str = "sum") -> torch.Tensor:
-    """The sum (or what `reduce_op` says) of the local tensors over mesh axes."""
-    if not axes:
-        return local
-    placements = tuple(Partial(reduce_op) if axis in axes else Replicate() for axis in range(mesh.ndim))
-    spec = make_spec(mesh, placements, local.shape, local.stride(), local.dtype)
-    return redistributed(local, spec, (Replicate(),) * mesh.ndim)
 
 
 class Reduced:
