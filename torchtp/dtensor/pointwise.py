@@ -239,7 +239,9 @@ def _on_some_rank(flag: torch.Tensor, mesh: DeviceMesh) -> bool:
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
-    if not _on_some_rank(whole.any(), cut.device_mesh):
+    made = axes_of(cut.device_mesh).writes_into_plain
+    may_be_own = not made or any(placement.is_shard() for placement in spec_of(cut).placements)
+    if may_be_own and not _on_some_rank(whole.any(), cut.device_mesh):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
-    plain = full_of(cut) if axes_of(cut.device_mesh).writes_into_plain else share_of(cut)
+    plain = full_of(cut) if made else share_of(cut)
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)
