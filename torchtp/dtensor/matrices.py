@@ -52,7 +52,7 @@ def check_errors(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     local, mesh, placements = summed(info)
     worst = local.abs().max() if local.numel() else local.new_zeros(())
     if all_reduced(worst, mesh, [axis for axis, p in enumerate(placements) if plain_shard(p)], "max").any():
-        op(full_of(info), *others, **kwargs)
+        op(full_of(info).contiguous(), *others, **kwargs)
     return None
 
 
