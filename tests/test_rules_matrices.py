@@ -81,3 +81,12 @@ def test_a_singular_matrix_is_named_by_all_ranks():
         run_ranks(singular_somewhere, 3)
     assert len(failed.value.failures) == 3
     assert all("Batch element 13" in text for text in failed.value.failures.values())
+
+
+class Inverse(torch.nn.Module):
+    def forward(self, x):
+        return torch.linalg.inv(regular(x))
+
+
+def test_matrices_are_explained_without_data():
+    assert not torchtp.explain(Inverse(), (1, 9, 4, 6), {"w": 2}).gathers

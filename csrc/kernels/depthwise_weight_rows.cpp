@@ -1,8 +1,5 @@
 #include "kernels/depthwise_weight_rows.h"
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #define TORCHTP_TARGET
 #define TORCHTP_VECTOR __attribute__((always_inline)) inline
 #include "kernels/depthwise_weight_rows_loops.h"
@@ -44,10 +41,7 @@ void depthwise_weight_rows(const T* in, const T* grad_out, T* grad_weight, const
 #define TORCHTP_DEPTHWISE(T)                                                           \
   template std::vector<DepthwiseWeightGrad<T>*> depthwise_weight_rows_of_each_width(); \
   template void depthwise_weight_rows(const T*, const T*, T*, const DepthwiseParams&, int64_t, int64_t);
-TORCHTP_DEPTHWISE(double)
-TORCHTP_DEPTHWISE(float)
-TORCHTP_DEPTHWISE(c10::BFloat16)
-TORCHTP_DEPTHWISE(c10::Half)
+TORCHTP_FOR_EACH_NUMBER(TORCHTP_DEPTHWISE)
 #undef TORCHTP_DEPTHWISE
 
 }  // namespace torchtp::kernels

@@ -1,8 +1,5 @@
 #if defined(__x86_64__)
 
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
 #define TORCHTP_TARGET __attribute__((target("avx2,fma")))
 #define TORCHTP_VECTOR __attribute__((target("avx2,fma"), always_inline)) inline
 #include "kernels/depthwise_weight_rows_loops.h"
@@ -25,10 +22,7 @@ void avx2::depthwise_weight_rows(const T* in, const T* grad_out, T* grad_weight,
 
 #define TORCHTP_DEPTHWISE(T) \
   template void avx2::depthwise_weight_rows(const T*, const T*, T*, const DepthwiseParams&, int64_t, int64_t);
-TORCHTP_DEPTHWISE(double)
-TORCHTP_DEPTHWISE(float)
-TORCHTP_DEPTHWISE(c10::BFloat16)
-TORCHTP_DEPTHWISE(c10::Half)
+TORCHTP_FOR_EACH_NUMBER(TORCHTP_DEPTHWISE)
 #undef TORCHTP_DEPTHWISE
 
 }  // namespace torchtp::kernels

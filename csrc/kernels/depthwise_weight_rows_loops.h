@@ -3,12 +3,22 @@
 // For a file that has defined TORCHTP_TARGET, the instructions it may use, and TORCHTP_VECTOR, the same for what is
 // always inlined: `DepthwiseWeightRows<V, T>`, V being what that file says of its vectors.
 
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
 #include "kernels/depthwise_weight_rows.h"
+
+// What a template is instantiated for.
+#define TORCHTP_FOR_EACH_NUMBER(INSTANTIATE) \
+  INSTANTIATE(double)                        \
+  INSTANTIATE(float)                         \
+  INSTANTIATE(c10::BFloat16)                 \
+  INSTANTIATE(c10::Half)
 
 namespace torchtp::kernels {
 namespace {
@@ -26,7 +36,7 @@ class DepthwiseWeightRows {
   using Vector = std::conditional_t<std::is_same_v<T, double>, typename V::Doubles, typename V::Floats>;
   static constexpr int64_t kLanes = sizeof(Vector) / sizeof(Number);
 
-  DepthwiseWeightRows(const DepthwiseParams& params)
+  explicit DepthwiseWeightRows(const DepthwiseParams& params)
       : p_(params),
         // Channels last: a vector is kLanes channels of one position. Channels first: kLanes positions of one channel.
         width_(params.channels_last ? kLanes : 1),
@@ -38,7 +48,8 @@ class DepthwiseWeightRows {
         in_row_(phase_ * params.x.stride * width_),
         grad_rows_(ring_ * vectors_ * kLanes),
         sums_(taps_ * kLanes),
-        totals_(taps_ * kLanes) {}
+        totals_(taps_ * kLanes),
+        joined_(params.y.kernel) {}
 
   TORCHTP_TARGET void run(const T* in, const T* grad_out, T* grad_weight, int64_t first, int64_t last) {
     for (int64_t channel = first; channel < last; channel += width_) {
@@ -89,7 +100,6 @@ class DepthwiseWeightRows {
 
   // Rows of the gradient that meet a row of the input, by tap and so the last one first; how many there are.
   int joined(int64_t row) {
-    joined_.resize(p_.y.kernel);
     int count = 0;
     for (int64_t tap = 0; tap < p_.y.kernel; ++tap) {
       const int64_t reached = row + p_.y.offset - tap * p_.y.dilation;

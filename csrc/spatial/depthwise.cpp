@@ -71,9 +71,17 @@ void run_weight_grad(const HaloPlanes<T>& x, const HaloPlanes<T>& dy, const at::
   kernels::depthwise_weight_grad_cpu(x, dy, dw.mutable_data_ptr<T>(), memory, params);
 }
 
-// Of this rank, from what it owns of input and output.
-DepthwiseParams params_of(const at::Tensor& input, at::IntArrayRef out_sizes, const at::Tensor& weight,
-                          const ConvolutionParams& params, const std::vector<Cut>& cuts) {
+// Whether a block of any device has room for the window.
+bool has_programs(const at::Tensor& weight, const ConvolutionParams& params) {
+  const auto most = [](at::IntArrayRef numbers) { return *std::max_element(numbers.begin(), numbers.end()); };
+  return most(weight.sizes().slice(2)) <= kernels::kMostDepthwiseKernel &&
+         most(params.stride) <= kernels::kMostDepthwiseStride;
+}
+
+}  // namespace
+
+DepthwiseParams depthwise_params(const at::Tensor& input, at::IntArrayRef out_sizes, const at::Tensor& weight,
+                                 const ConvolutionParams& params, const std::vector<Cut>& cuts) {
   const auto axis = [&](size_t index) {
     const Window window = window_of(params, weight, index);
     int64_t offset = window.padding;
@@ -96,19 +104,13 @@ DepthwiseParams params_of(const at::Tensor& input, at::IntArrayRef out_sizes, co
           input.suggest_memory_format() == at::MemoryFormat::ChannelsLast};
 }
 
-// Whether a block of any device has room for the window.
-bool has_programs(const at::Tensor& weight, const ConvolutionParams& params) {
-  const auto most = [](at::IntArrayRef numbers) { return *std::max_element(numbers.begin(), numbers.end()); };
-  return most(weight.sizes().slice(2)) <= kernels::kMostDepthwiseKernel &&
-         most(params.stride) <= kernels::kMostDepthwiseStride;
+bool has_filter_each(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  return input.dim() == 4 && weight.scalar_type() == input.scalar_type() && !params.transposed &&
+         params.groups == input.size(1) && weight.size(0) == input.size(1) && weight.size(1) == 1;
 }
 
-}  // namespace
-
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  return has_cuda_kernels(input) && input.dim() == 4 && weight.scalar_type() == input.scalar_type() &&
-         !params.transposed && params.groups == input.size(1) && weight.size(0) == input.size(1) &&
-         weight.size(1) == 1 && has_programs(weight, params);
+  return has_cuda_kernels(input) && has_filter_each(input, weight, params) && has_programs(weight, params);
 }
 
 DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
@@ -123,7 +125,7 @@ DepthwiseOutput depthwise_output(const at::Tensor& input, const at::Tensor& weig
     output.wanted.push_back(read_by_outputs(cut, window));
     output.sizes[cut.dim] = owned(output_extent(window, cut.extent), cut.group.size, cut.group.rank).size();
   }
-  output.params = params_of(input, output.sizes, weight, params, cuts);
+  output.params = depthwise_params(input, output.sizes, weight, params, cuts);
   return output;
 }
 
@@ -158,7 +160,7 @@ std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_out
     wanted.push_back(readers_of_inputs(cut, window, extent));
     cut.extent = extent;
   }
-  const auto numbers = params_of(x, dy.sizes(), weight, params, cuts);
+  const auto numbers = depthwise_params(x, dy.sizes(), weight, params, cuts);
   Surroundings surroundings(dy, x.suggest_memory_format(), output_cuts, wanted);
   at::Tensor dx, dw;
   if (output_mask[0]) dx = at::empty(x.sizes(), x.options(), x.suggest_memory_format());

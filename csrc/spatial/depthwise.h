@@ -10,9 +10,16 @@
 
 namespace torchtp::spatial {
 
+// One filter a channel of images.
+bool has_filter_each(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
+
 // Whether convolution and its backward go to the kernels of kernels/depthwise.h: on CUDA, one filter a channel of
 // images, for the kernels and strides they take. The same answer on all ranks.
 bool has_depthwise(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
+
+// Of this rank, from what it owns of input and output.
+kernels::DepthwiseParams depthwise_params(const at::Tensor& input, at::IntArrayRef out_sizes, const at::Tensor& weight,
+                                          const ConvolutionParams& params, const std::vector<Cut>& cuts);
 
 // What a rank computes of the output: its numbers, its sizes, and which rows of the input every rank of every cut
 // reads.

@@ -9,16 +9,12 @@
 #include <array>
 
 #include "kernels/depthwise_weight_rows.h"
-#include "kernels/narrow.h"
+#include "spatial/depthwise.h"
 #include "spatial/slab.h"
-
-#define TORCHTP_WEIGHT_ROWS_TYPES AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16
 
 namespace torchtp::spatial {
 
 namespace {
-
-using kernels::narrow;
 
 // Channels done by one task: what is laid out for them serves all.
 constexpr int64_t kChannelsGrain = 16;
@@ -31,10 +27,8 @@ bool fast_in_aten(const at::Tensor& input, const at::Tensor& weight, const Convo
          at_most(params.dilation, 1);
 }
 
-bool a_filter_each(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  return input.is_cpu() && input.dim() == 4 && !params.transposed && at::isFloatingType(input.scalar_type()) &&
-         weight.scalar_type() == input.scalar_type() && params.groups == input.size(1) &&
-         weight.size(0) == input.size(1) && weight.size(1) == 1;
+bool on_cpu(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
+  return input.is_cpu() && at::isFloatingType(input.scalar_type()) && has_filter_each(input, weight, params);
 }
 
 int64_t mirrored_padding(const at::Tensor& weight, const ConvolutionParams& params, size_t index) {
@@ -44,38 +38,26 @@ int64_t mirrored_padding(const at::Tensor& weight, const ConvolutionParams& para
 }  // namespace
 
 bool has_weight_rows(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  return a_filter_each(input, weight, params) && !fast_in_aten(input, weight, params);
+  return on_cpu(input, weight, params) && !fast_in_aten(input, weight, params);
 }
 
 at::Tensor weight_rows(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
                        const ConvolutionParams& params) {
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
   const at::Tensor dw = at::empty(weight.sizes(), weight.options());
-  const auto axis = [&](size_t index) {
-    return kernels::DepthwiseAxis{narrow(weight.size(static_cast<int64_t>(index) + 2)), narrow(params.stride[index]),
-                                  narrow(params.dilation[index]), narrow(params.padding[index])};
-  };
-  const kernels::DepthwiseParams numbers{x.size(0),
-                                         narrow(x.size(1)),
-                                         narrow(x.size(2)),
-                                         narrow(x.size(3)),
-                                         narrow(dy.size(2)),
-                                         narrow(dy.size(3)),
-                                         axis(0),
-                                         axis(1),
-                                         x.suggest_memory_format() == at::MemoryFormat::ChannelsLast};
+  const kernels::DepthwiseParams numbers = depthwise_params(x, dy.sizes(), weight, params, {});
   AT_DISPATCH_V2(x.scalar_type(), "weight_rows", AT_WRAP([&] {
                    at::parallel_for(0, numbers.channels, kChannelsGrain, [&](int64_t begin, int64_t end) {
                      kernels::depthwise_weight_rows(x.const_data_ptr<scalar_t>(), dy.const_data_ptr<scalar_t>(),
                                                     dw.mutable_data_ptr<scalar_t>(), numbers, begin, end);
                    });
                  }),
-                 TORCHTP_WEIGHT_ROWS_TYPES);
+                 AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16);
   return dw;
 }
 
 bool pays_mirrored(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  if (!a_filter_each(input, weight, params) || input.scalar_type() != at::kFloat) return false;
+  if (!on_cpu(input, weight, params) || input.scalar_type() != at::kFloat) return false;
   bool dilated = false;
   for (size_t index = 0; index < 2; ++index) {
     if (params.stride[index] != 1 || mirrored_padding(weight, params, index) < 0) return false;

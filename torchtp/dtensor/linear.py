@@ -15,7 +15,7 @@ from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, make_spec, spec_of
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of
 
 _OP = torch.ops.aten.linear.default
 
@@ -46,15 +46,7 @@ def _arranged(input: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
 
 def _features_first(local: torch.Tensor) -> bool:
     """Whether memory holds all rows of one feature, then of the next: tokens that are a transposed view of one image."""
-    if local.dim() < 2 or local.is_contiguous() or local.stride(-1) != local.numel() // local.size(-1):
-        return False
-    return local.movedim(-1, 0).is_contiguous()
-
-
-def _product(local: torch.Tensor, weight: torch.Tensor, features_first: bool) -> torch.Tensor:
-    if not features_first:
-        return F.linear(local, weight)
-    return (weight @ _rows(local).t()).unflatten(1, local.shape[:-1]).movedim(0, -1)
+    return not local.is_contiguous() and local.movedim(-1, 0).is_contiguous()
 
 
 def _local(
@@ -62,10 +54,10 @@ def _local(
 ) -> DTensor:  # fmt: skip
     shape = torch.Size([*input.shape[:-1], weight.size(0)])
     local, mesh, placements = _arranged(input)
-    if bias is None:
-        output = _product(local, full_of(weight), features_first)
+    if features_first:  # wanted of products without a bias
+        output = (full_of(weight) @ _rows(local).t()).unflatten(1, local.shape[:-1]).movedim(0, -1)
     else:
-        output = F.linear(local, full_of(weight), full_of(bias))
+        output = F.linear(local, full_of(weight), None if bias is None else full_of(bias))
     turn = _turn(input)
     if turn is not None and shape[-1] > 1:
         spec = make_spec(mesh, placements, shape, output.stride(), output.dtype)
@@ -94,7 +86,7 @@ class Linear(torch.autograd.Function):
         grad, wants = on_mesh(grad, input.device_mesh), ctx.needs_input_grad
         # In the input's own order of memory, as of aten's: ops before it that meet both in two orders take twice as long.
         return (
-            Linear.apply(grad, weight.t(), None, _features_first(input.to_local())) if wants[0] else None,
+            Linear.apply(grad, weight.t(), None, _features_first(local_of(input))) if wants[0] else None,
             Outer.apply(grad, input, weight) if wants[1] else None,
             Total.apply(grad, ctx.bias_like) if wants[2] else None,
             None,

@@ -84,19 +84,19 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @spatial_rule("nansum")
 def nansum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, dims, keepdim, *_ = bound(op, args, {})
+    tensor, dims, keepdim, dtype = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     to = Reduced(tensor, dims, keepdim)
-    return to.wrap(to.total(op(to.local, to.dims, keepdim, **kwargs)))
+    return to.wrap(to.total(op(to.local, to.dims, keepdim, dtype=dtype)))
 
 
 @spatial_rule("count_nonzero.dim_IntList", "count_nonzero")
 def count_nonzero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, dims = named_arguments(op, args, kwargs)["self"], args[1] if len(args) > 1 else kwargs.get("dim")
-    if not taken(tensor):
+    named = named_arguments(op, args, kwargs)
+    if not taken(named["self"]):
         return unruled(op, args, kwargs)
-    to = Reduced(tensor, dims, False)
+    to = Reduced(named["self"], named.get("dim"), False)
     return to.wrap(to.total(aten.count_nonzero.dim_IntList(to.local, to.dims)))
 
 
