@@ -89,6 +89,7 @@ class Reducer:
         compression: str,
         average: bool,
         packing: str,
+        own_hook: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None: ...
     @property
     def num_unreduced(self) -> int: ...
@@ -103,6 +104,15 @@ class Reducer:
     def events(self) -> list[tuple[str, int]]: ...
     def bucket_names(self) -> list[list[str]]: ...
     def holds_gradient(self, parameter: int) -> bool: ...
+
+class CapturedGradients:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        group_name: str,
+        own_hook: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None: ...
+    def watch(self, output: torch.Tensor) -> None: ...
 
 class kernels:
     """Kernels by themselves; halos are above, below, left and right of `own`, or none at all."""

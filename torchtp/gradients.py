@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtp import _C
+from torchtp.dtensor.sharing import share_gradient
 
 _MIB = 1 << 20
 
@@ -51,6 +52,9 @@ class GradientReducer:
     Whatever a rank holds in `p.grad` takes part: gradients accumulated under `no_sync`, or on top of already reduced
     ones; a parameter without gradient on some ranks counts as zero there, and keeps `grad` None if it has none anywhere.
 
+    Post-accumulate hooks of parameters run at the end of a backward that reduces, on the mean; `Tensor.register_hook`'s as
+    well where the outputs that backward starts from are watched (`watch`), else on what this rank adds.
+
     Raises ValueError on every rank if the ranks' parameters or options differ, TypeError for a DTensor or a sparse
     parameter. `backward()` raises if a gradient cannot be reduced or if the backward of another rank raised.
     """
@@ -81,6 +85,7 @@ class GradientReducer:
             compression,
             average,
             packing,
+            share_gradient,
         )
 
     @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torchtp import lazy, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
 from torchtp.agreement import Described
 from torchtp.awaiting import after_backward
+from torchtp.captured import Composition
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.dtensor.moving import Recut
@@ -30,7 +31,6 @@ from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.layout import Layout
 from torchtp.refusals import refuse_transforms
-from torchtp.structure import Structure
 
 Output = Literal["dtensor", "local", "full"]
 Module = TypeVar("Module", bound=nn.Module)
@@ -116,7 +116,7 @@ class _State:
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
         self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
-        self._structure: Structure | None = None  # as it was when the reducer was made
+        self._composition = Composition(layout)
         self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
         self._written = Written(layout)
         self._buffered: list[nn.Module] | None = None
@@ -155,11 +155,12 @@ class _State:
         refuse_transforms()
         if lazy.is_inside():
             return forward(*args, **kwargs)
+        is_new = torch.is_grad_enabled() and self._composition.look(module)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
         if reducer is not None:
             reducer.prepare()  # a failed backward's messages come before this forward's
         tensors, complaint = self._describe(args, kwargs)
-        complaint = complaint or (self._replaced(module, reducer) if reducer is not None else "")
+        complaint = complaint or (self._replaced(module, reducer) if is_new and reducer is not None else "")
         note = randomness.fingerprint(self.layout)
         everyone = reducer is not None and module.training
         agreed = self.layout.agreement.check(tensors, complaint, note, self._written.digest(), everyone=everyone)
@@ -169,14 +170,19 @@ class _State:
             self._said_uncut = True
             notice.uncut(type(module).__name__, repr(self.layout))
         args, kwargs = self._cut(args, kwargs)
-        with randomness.stream(self.layout, agreed.notes), lazy.running() as written:
+        with (
+            randomness.stream(self.layout, agreed.notes),
+            self._composition.given(),
+            lazy.running() as written,
+        ):
             outputs = forward(*args, **kwargs)
         self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
         outputs = self._leave(outputs, [shape for what, shape, _ in tensors if what.startswith(_IMAGE)])
-        if reducer is not None:
-            for leaf in pytree.tree_leaves(outputs):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    reducer.watch(leaf)
+        watchers = [each for each in (reducer, self._composition.captured) if each is not None]
+        for leaf in pytree.tree_leaves(outputs) if watchers and torch.is_grad_enabled() else ():
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                for each in watchers:
+                    each.watch(leaf)
         return outputs
 
     def reducer(self, module: nn.Module) -> GradientReducer | None:
@@ -185,14 +191,13 @@ class _State:
             named = list(module.named_parameters())
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
-            if named:
+            if named and not self._composition.is_computed:
                 # What has replaced something since `parallelize` is broadcast as well.
                 make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
                 lazy.prepare(module)
                 sync_batch_norm.prepare(module, self.layout)
                 self.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
-                self._structure = Structure(module)
                 _averaging.add(self)
                 self._stop_awaiting()
         return self._reducer
@@ -241,11 +246,10 @@ class _State:
 
     def _replaced(self, module: nn.Module, reducer: GradientReducer) -> str:
         """What is wrong with a module whose parts are others than the reducer was made for."""
-        if self._structure is None or self._structure.still_holds():
-            return ""
         known = {id(parameter) for parameter in reducer.parameters}
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
+            if parameter.requires_grad and id(parameter) not in known and isinstance(parameter, nn.Parameter):
+                self._composition.forget()  # said again at the next forward
                 return (
                     f"parameter {name!r} has replaced another one, or was added, after the first training step, and "
                     "would keep this rank's own gradient: call torchtp.parallelize when the module is complete, and "
@@ -253,7 +257,6 @@ class _State:
                 )
         lazy.prepare(module)
         sync_batch_norm.prepare(module, self.layout)
-        self._structure = Structure(module)
         self._buffered = None
         return ""
 

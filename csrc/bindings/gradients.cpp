@@ -1,14 +1,18 @@
 #include "bindings/gradients.h"
 
+#include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "gradients/captured.h"
 #include "gradients/reducer.h"
 
 namespace torchtp::bindings {
 namespace {
 
+using gradients::CapturedGradients;
 using gradients::Compression;
 using gradients::Event;
+using gradients::OwnHook;
 using gradients::Packing;
 using gradients::Reducer;
 
@@ -39,13 +43,61 @@ const char* name_of(Event::Kind kind) {
   }
 }
 
+// A reference that may be dropped without Python's lock, and after Python.
+class Kept {
+ public:
+  explicit Kept(pybind11::object object) : object_(std::move(object)) {}
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  ~Kept() {
+    if (!Py_IsInitialized()) {
+      object_.release();
+      return;
+    }
+    const pybind11::gil_scoped_acquire gil;
+    object_ = {};
+  }
+  const pybind11::object& get() const { return object_; }
+
+ private:
+  pybind11::object object_;
+};
+
+OwnHook own_hook_of(pybind11::object function) {
+  if (function.is_none()) return {};
+  const auto hook = std::make_shared<const Kept>(std::move(function));
+  const auto is_alone_on = [hook](const at::Tensor& parameter) {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object hooks = pybind11::cast(parameter).attr("_backward_hooks");
+    if (hooks.is_none()) return false;
+    for (const auto& entry : hooks.cast<pybind11::dict>()) {
+      if (!entry.second.is(hook->get())) return false;
+    }
+    return true;
+  };
+  const auto call = [hook](const at::Tensor& gradient) {
+    const pybind11::gil_scoped_acquire gil;
+    return hook->get()(gradient).cast<at::Tensor>();
+  };
+  return {is_alone_on, call};
+}
+
 std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                 const std::string& group_name, int64_t bucket_bytes, int64_t first_bucket_bytes,
-                                const std::string& compression, bool average, const std::string& packing) {
+                                const std::string& compression, bool average, const std::string& packing,
+                                pybind11::object own_hook) {
   const gradients::Options options{bucket_bytes, first_bucket_bytes, compression_of(compression), average,
                                    packing_of(packing)};
+  OwnHook hook = own_hook_of(std::move(own_hook));
   const pybind11::gil_scoped_release no_gil;
-  return Reducer::create(std::move(parameters), std::move(names), c10d::resolve_process_group(group_name), options);
+  return Reducer::create(std::move(parameters), std::move(names), c10d::resolve_process_group(group_name), options,
+                         std::move(hook));
+}
+
+std::shared_ptr<CapturedGradients> captured(std::vector<at::Tensor> parameters, const std::string& group_name,
+                                            pybind11::object own_hook) {
+  return std::make_shared<CapturedGradients>(std::move(parameters), c10d::resolve_process_group(group_name),
+                                             own_hook_of(std::move(own_hook)));
 }
 
 pybind11::dict statistics(const Reducer& reducer) {
@@ -72,7 +124,8 @@ void bind_gradients(pybind11::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
       .def(py::init(&create), py::arg("parameters"), py::arg("names"), py::arg("group_name"), py::arg("bucket_bytes"),
-           py::arg("first_bucket_bytes"), py::arg("compression"), py::arg("average"), py::arg("packing"))
+           py::arg("first_bucket_bytes"), py::arg("compression"), py::arg("average"), py::arg("packing"),
+           py::arg("own_hook"))
       .def_property("sync", &Reducer::sync, &Reducer::set_sync)
       .def("set_interval", &Reducer::set_interval, py::arg("num_backwards"))
       .def_property_readonly("num_unreduced", &Reducer::num_unreduced)
@@ -86,6 +139,9 @@ void bind_gradients(pybind11::module_& m) {
       .def("events", &events)
       .def("bucket_names", &Reducer::bucket_names)
       .def("holds_gradient", &Reducer::holds_gradient, py::arg("parameter"));
+  py::class_<CapturedGradients, std::shared_ptr<CapturedGradients>>(m, "CapturedGradients")
+      .def(py::init(&captured), py::arg("parameters"), py::arg("group_name"), py::arg("own_hook"))
+      .def("watch", &CapturedGradients::watch, no_gil, py::arg("output"));
 }
 
 }  // namespace torchtp::bindings

@@ -27,10 +27,10 @@ using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declva
 // Whether `parameter` is trained, or may be one day.
 bool may_train(const at::Tensor& parameter);
 
-// Has `listener` told before and after every gradient is added to `parameter`, after Python's own post-accumulate
-// hooks, for as long as the listener lives and the accumulator is held; also of one that is frozen as yet. PyTorch
-// gives a parameter another accumulator when its data get another dtype or device: then, and only then, other than
-// `before` is returned.
+// Has `listener` told before and after every gradient is added to `parameter`, between the hooks of its gradient and
+// those that run after accumulation, for as long as the listener lives and the accumulator is held; also of one that is
+// frozen as yet. PyTorch gives a parameter another accumulator when its data get another dtype or device: then, and
+// only then, other than `before` is returned.
 Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener,
                    const Accumulator& before);
 

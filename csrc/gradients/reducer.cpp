@@ -25,20 +25,24 @@ void check_plain(const at::Tensor& parameter, const std::string& name) {
 }  // namespace
 
 std::shared_ptr<Reducer> Reducer::create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options) {
-  const auto reducer = std::make_shared<Reducer>(std::move(parameters), std::move(names), group, options);
+                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options,
+                                         OwnHook own_hook) {
+  const auto reducer =
+      std::make_shared<Reducer>(std::move(parameters), std::move(names), group, options, std::move(own_hook));
   reducer->prepare();
   return reducer;
 }
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                 const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options)
-    : collective_(group), options_(options) {
+                 const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options, OwnHook own_hook)
+    : collective_(group), options_(options), own_hook_(std::move(own_hook)) {
   check_agreement(collective_, parameters, names, options);
   TORCH_CHECK_VALUE(!parameters.empty(), "gradients: there is no parameter to reduce; pass at least one");
   for (size_t i = 0; i < parameters.size(); ++i) {
     check_plain(parameters[i], names[i]);
-    parameters_.push_back({std::move(parameters[i]), std::move(names[i]), {}});
+    Parameter& parameter = parameters_.emplace_back();
+    parameter.tensor = std::move(parameters[i]);
+    parameter.name = std::move(names[i]);
   }
 }
 
@@ -126,7 +130,12 @@ void Reducer::follow_parameters() {
 }
 
 void Reducer::watch(const at::Tensor& output) {
-  if (collective_.size() > 1) listen_to_output(output, weak_from_this());
+  if (collective_.size() == 1) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    watches_ = true;
+  }
+  listen_to_output(output, weak_from_this());
 }
 
 void Reducer::record(bool on) {

@@ -12,6 +12,7 @@
 
 #include "gradients/bucket.h"
 #include "gradients/collective.h"
+#include "gradients/held_hooks.h"
 #include "gradients/hooks.h"
 #include "gradients/options.h"
 #include "gradients/statistics.h"
@@ -29,14 +30,19 @@ namespace torchtp::gradients {
 //  - In later passes a bucket starts as soon as it and those before it are complete; the others at the end.
 //  - A backward that throws starts its remaining buckets with the mark "failed", so that no rank waits for ever; ranks
 //    whose own backward did not throw raise then. It is waited for before anything is added to a gradient again.
+//  - Hooks of users on parameters are held back and run at the end, in the order in which gradients came, on what all
+//    ranks hold then: an optimizer that steps in backward, a clamp. Hooks of what is added (Tensor.register_hook) run
+//    before the first message of a pass; only where outputs are watched does it begin before any of them, and after
+//    local backwards, or where derivatives of the gradient are taken, what is added alone is not known.
 class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
  public:
   // Collective. Parameters are plain leaf tensors, each once.
   static std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options);
+                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options,
+                                         OwnHook own_hook);
   // Deaf: create() gives one that listens.
   Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
-          const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options);
+          const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options, OwnHook own_hook);
 
   // While off, gradients stay this rank's own and accumulate.
   void set_sync(bool on);
@@ -79,10 +85,14 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
     size_t slot = 0;
     bool ready = false;
     at::Tensor with_graph;  // what backward(create_graph=True) gave, if its graph goes on
+    std::unique_ptr<HeldHooks> hooks;
   };
 
   // All of these with mutex_ held.
   void begin();
+  void hold_hooks();
+  std::vector<std::unique_ptr<HeldHooks>> hooks_to_run();
+  void release_hooks() noexcept;
   bool trains() const;
   bool is_between();
   void listen_to_parameters();
@@ -107,6 +117,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
 
   const Collective collective_;
   const Options options_;
+  const OwnHook own_hook_;
   mutable std::mutex mutex_;
   std::vector<Parameter> parameters_;
   std::map<std::string, std::shared_ptr<const SideStream>> side_streams_;  // by device
@@ -120,7 +131,10 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   int64_t num_local_ = 0;  // backwards since the last pass, with the one that runs
   int last_task_ = -1;     // of the engine, that num_local_ counted
   bool in_pass_ = false;
-  bool failed_ = false;  // a failed pass is not settled yet
+  bool watches_ = false;
+  bool has_local_ = false;        // something was added since the last pass that no pass has reduced
+  std::vector<size_t> arrivals_;  // of this pass
+  bool failed_ = false;           // a failed pass is not settled yet
   bool records_ = false;
   Instant begin_, end_of_backward_;  // of this pass, while recording
   Statistics statistics_;

@@ -10,13 +10,42 @@
 namespace torchtp::gradients {
 
 void Reducer::before_accumulation() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (in_pass_) return;
-  settle();
-  if (!sync_ || !trains() || is_between()) return;
-  begin();
-  in_pass_ = true;
-  begin_backward(weak_from_this());
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (in_pass_) return;
+    settle();
+    if (!sync_ || !trains() || is_between()) return;
+    begin();
+    in_pass_ = true;
+    begin_backward(weak_from_this());
+  }
+  hold_hooks();
+}
+
+// Without the mutex, since it takes Python's lock.
+void Reducer::hold_hooks() {
+  const bool of_gradient = watches_ && !has_local_ && !at::GradMode::is_enabled();
+  for (Parameter& parameter : parameters_) {
+    if (parameter.tensor.requires_grad()) {
+      parameter.hooks = HeldHooks::of(parameter.tensor, of_gradient, own_hook_);
+    }
+  }
+}
+
+std::vector<std::unique_ptr<HeldHooks>> Reducer::hooks_to_run() {
+  std::vector<std::unique_ptr<HeldHooks>> hooks;
+  for (const size_t index : arrivals_) {
+    if (parameters_[index].hooks) hooks.push_back(std::move(parameters_[index].hooks));
+  }
+  for (Parameter& parameter : parameters_) {
+    auto held = std::move(parameter.hooks);
+    if (held && held->sees_another_gradient()) hooks.push_back(std::move(held));
+  }
+  return hooks;
+}
+
+void Reducer::release_hooks() noexcept {
+  for (Parameter& parameter : parameters_) parameter.hooks.reset();
 }
 
 bool Reducer::trains() const {
@@ -46,6 +75,7 @@ void Reducer::begin() {
   next_bucket_ = 0;
   events_.clear();
   order_.clear();
+  arrivals_.clear();
   num_missing_.assign(buckets_.size(), 0);
   for (Parameter& parameter : parameters_) {
     const bool trained = parameter.tensor.requires_grad();
@@ -57,8 +87,12 @@ void Reducer::begin() {
 
 void Reducer::after_accumulation(size_t index) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!in_pass_) return;
+  if (!in_pass_) {
+    has_local_ = true;
+    return;
+  }
   Parameter& parameter = parameters_[index];
+  arrivals_.push_back(index);
   note(Event::Kind::kReady, index);
   if (buckets_.empty()) {
     if (!parameter.ready) order_.push_back(static_cast<int64_t>(index));
@@ -195,7 +229,7 @@ std::shared_ptr<const SideStream> Reducer::side_stream(const at::Device& device)
 }
 
 void Reducer::end_of_backward(bool nested) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   if (!in_pass_) return;
   if (nested) {
     TORCH_WARN_ONCE(
@@ -204,14 +238,19 @@ void Reducer::end_of_backward(bool nested) {
   }
   in_pass_ = false;
   finish_or_tell();
+  const auto hooks = hooks_to_run();
+  lock.unlock();  // they may call the reducer
+  for (const auto& held : hooks) held->run();
 }
 
 void Reducer::finish_or_tell() {
   num_local_ = 0;
+  has_local_ = false;
   try {
     finish();
   } catch (...) {
     failed_ = true;
+    release_hooks();
     tell_failure();
     throw;
   }
@@ -257,6 +296,7 @@ void Reducer::abandoned_backward() noexcept {
   if (!in_pass_) return;
   in_pass_ = false;
   failed_ = true;
+  release_hooks();
   tell_failure();
 }
 

@@ -32,7 +32,7 @@ def hand_out(tensor: torch.Tensor) -> None:
     if not tensor.requires_grad or type(tensor) not in (torch.Tensor, nn.Parameter) or not torch.is_grad_enabled():
         return
     if is_first(tensor, _ATTRIBUTE):
-        tensor.register_hook(_share_gradient if tensor.is_leaf else _share_gradient_of_made)
+        tensor.register_hook(share_gradient if tensor.is_leaf else _share_gradient_of_made)
 
 
 def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
@@ -43,12 +43,13 @@ def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> 
     return recut(local_of(tensor), spec_of(tensor), placements)
 
 
-def _share_gradient(grad: torch.Tensor) -> torch.Tensor:
+def share_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """The hook of a leaf: a plain gradient that obeys the mean rule, of a plain one or of a DTensor."""
     return Share.apply(grad) if isinstance(grad, DTensor) else grad
 
 
 def _share_gradient_of_made(grad: torch.Tensor) -> torch.Tensor:
-    return Gather.apply(grad) if made_takes_whole(grad) else _share_gradient(grad)
+    return Gather.apply(grad) if made_takes_whole(grad) else share_gradient(grad)
 
 
 def made_takes_whole(grad: torch.Tensor) -> bool:

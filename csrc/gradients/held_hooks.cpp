@@ -1,0 +1,87 @@
+#include "gradients/held_hooks.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace torchtp::gradients {
+namespace {
+
+using torch::autograd::FunctionPreHook;
+
+class StandIn : public FunctionPreHook {
+ public:
+  explicit StandIn(OwnHook own_hook) : own_hook_(std::move(own_hook)) {}
+  std::vector<at::Tensor> operator()(const std::vector<at::Tensor>& gradients) override {
+    return {made_plain(own_hook_, gradients.at(0))};
+  }
+
+ private:
+  const OwnHook own_hook_;
+};
+
+}  // namespace
+
+at::Tensor made_plain(const OwnHook& hook, const at::Tensor& gradient) {
+  const bool is_plain = !gradient.defined() || !gradient.key_set().has(c10::DispatchKey::Python);
+  return is_plain || !hook.call ? gradient : hook.call(gradient);
+}
+
+std::unique_ptr<HeldHooks> HeldHooks::of(const at::Tensor& parameter, bool of_gradient, const OwnHook& own_hook) {
+  OfGradient& hooks = torch::autograd::impl::hooks(parameter);
+  const bool has_of_gradient =
+      of_gradient && !hooks.empty() && !(own_hook.is_alone_on && own_hook.is_alone_on(parameter));
+  if (!has_of_gradient && !torch::autograd::impl::post_acc_grad_hooks(parameter)) return nullptr;
+  auto held = std::make_unique<HeldHooks>(parameter);
+  const at::Tensor& own = parameter.grad();
+  held->had_gradient_ = own.defined();
+  if (has_of_gradient) {
+    if (own.defined()) held->before_ = own.detach().clone();
+    held->of_gradient_ = std::exchange(hooks, {});
+    hooks.push_back(std::make_unique<StandIn>(own_hook));
+    held->stand_in_ = hooks.back().get();
+  }
+  held->after_accumulation_ = std::exchange(torch::autograd::impl::post_acc_grad_hooks(parameter), nullptr);
+  return held;
+}
+
+void HeldHooks::put_back() {
+  OfGradient& hooks = torch::autograd::impl::hooks(parameter_);
+  const auto is_stand_in = [this](const auto& hook) { return hook.get() == stand_in_; };
+  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_stand_in), hooks.end());
+  stand_in_ = nullptr;
+  for (auto& hook : std::exchange(of_gradient_, {})) hooks.push_back(std::move(hook));
+  if (after_accumulation_) torch::autograd::impl::post_acc_grad_hooks(parameter_) = std::move(after_accumulation_);
+}
+
+bool HeldHooks::sees_another_gradient() const {
+  const at::Tensor& own = parameter_.grad();
+  if (!own.defined()) return false;
+  return !had_gradient_ || (before_.defined() && !own.equal(before_));
+}
+
+void HeldHooks::run() {
+  at::NoGradGuard no_grad;  // as in a backward without create_graph
+  const bool has_of_gradient = !of_gradient_.empty();
+  put_back();
+  if (has_of_gradient) run_of_gradient();
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter_)) (*hook)(parameter_);
+}
+
+void HeldHooks::run_of_gradient() {
+  at::Tensor& own = parameter_.mutable_grad();
+  // Of its own memory: a hook may keep it, and the bucket's is written again.
+  const at::Tensor added = before_.defined() ? own - before_ : own.clone();
+  const auto version = added._version();
+  at::Tensor result = added;
+  for (const auto& hook : torch::autograd::impl::hooks(parameter_)) result = (*hook)({result}).at(0);
+  if (result.is_same(added) && added._version() == version) return;
+  TORCH_CHECK(result.defined() && result.sizes() == own.sizes(), "gradients: a hook of a parameter of shape ",
+              parameter_.sizes(), " must give a gradient of that shape, but it gave ",
+              result.defined() ? c10::str(result.sizes()) : std::string("none"));
+  own.copy_(before_.defined() ? before_ + result : result);
+}
+
+}  // namespace torchtp::gradients

@@ -1,0 +1,178 @@
+"""Gradients that are not accumulated: of torch.autograd.grad, and through parameters that were computed."""
+
+import copy
+
+import pytest
+import torch
+from models import make_layout
+from torch import nn
+from torch.func import functional_call
+from training import assert_same_parameters
+
+import torchtp
+from torchtp.testing import run_ranks
+
+LAYOUTS = [{"w": 2}, {"h": 2, "w": 2}, {"dp": 2, "w": 2}]
+
+
+class _Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU())
+        self.head = nn.Conv2d(6, 2, 3, padding=1, stride=2)
+        self.gain = nn.Parameter(torch.tensor([1.5, 0.7]).view(2, 1, 1))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, images):
+        return self.head(self.body(images)) * self.gain
+
+
+def _networks(axes, **options):
+    torch.manual_seed(0)
+    layout = make_layout(axes)
+    single = _Network().double()
+    return layout, single, torchtp.parallelize(copy.deepcopy(single), layout, **options)
+
+
+def _images(step, layout):
+    """What this data rank has."""
+    torch.manual_seed(100 + 7 * step + layout.data_rank)
+    return torch.randn(2, 3, 9, 11, dtype=torch.float64)
+
+
+def _loss(output):
+    return output.square().mean()
+
+
+def _whole(output):
+    return output.full_tensor() if isinstance(output, torch.distributed.tensor.DTensor) else output
+
+
+def _used(model):
+    return [parameter for name, parameter in model.named_parameters() if name != "unused"]
+
+
+def _taken(axes, options):
+    layout, single, model = _networks(axes, **options)
+    for step in range(2):
+        images = _images(step, layout)
+        wanted = torch.autograd.grad(_loss(single(images)), list(single.parameters()), allow_unused=True)
+        loss = _loss(_whole(model(images)))
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        # Hooks see what is given, and may change it.
+        handle = model.head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        clamped = torch.autograd.grad(_loss(_whole(model(images))), [model.head.weight])
+        index = [name for name, _ in model.named_parameters()].index("head.weight")
+        torch.testing.assert_close(clamped[0], wanted[index].clamp(-1e-3, 1e-3), rtol=1e-9, atol=1e-12)
+        handle.remove()
+        _loss(_whole(model(images))).backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{"output": "full"}, {}, {"output": "full", "reduce": False}], ids=str)
+@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
+def test_gradients_that_are_taken_are_those_of_the_images_of_this_data_rank(axes, options):
+    run_ranks(_taken, torch.Size(axes.values()).numel(), axes, options)
+
+
+def _penalize(axes):
+    layout, single, model = _networks(axes, output="full")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (single, model)]
+    for step in range(3):
+        images = _images(step, layout)
+        for each in (single, model):
+            each.zero_grad()
+            loss = _loss(each(images))
+            gradients = torch.autograd.grad(loss, _used(each), create_graph=True)
+            (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(model, single)
+
+
+@pytest.mark.parametrize("axes", LAYOUTS[:2], ids=str)
+def test_a_penalty_on_the_gradient_of_the_parameters(axes):
+    run_ranks(_penalize, torch.Size(axes.values()).numel(), axes)
+
+
+def _meta_step(model, images):
+    """MAML: two steps of fast weights, and the gradient of the parameters through them."""
+    weights = dict(model.named_parameters())
+    for step in range(2):
+        names = [name for name in weights if name != "unused"]
+        loss = _loss(functional_call(model, weights, (images[step],)))
+        gradients = torch.autograd.grad(loss, [weights[name] for name in names], create_graph=True)
+        for name, gradient in zip(names, gradients, strict=True):
+            weights[name] = weights[name] - 0.1 * gradient
+    return _loss(functional_call(model, weights, (images[2],)))
+
+
+def _meta_learn(axes):
+    layout, single, model = _networks(axes, output="full")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (single, model)]
+    for step in range(3):
+        images = [_images(3 * step + number, layout) for number in range(3)]
+        losses = []
+        for each in (single, model):
+            each.zero_grad()
+            losses.append(_meta_step(each, images))
+            losses[-1].backward()
+        torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-12)
+        for parameter, theirs in zip(_used(model), _used(single), strict=True):
+            torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-8, atol=1e-11)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_parameters(model, single)
+    model(_images(9, layout)).sum().backward()  # and on, without
+
+
+@pytest.mark.parametrize("axes", LAYOUTS[:2], ids=str)
+def test_learning_to_learn(axes):
+    run_ranks(_meta_learn, torch.Size(axes.values()).numel(), axes)
+
+
+def _hypernetwork(axes, reduce):
+    """Parameters that another module computes from the first step on; its gradients are those of this data rank."""
+    layout, single, model = _networks(axes, output="full", reduce=reduce)
+    torch.manual_seed(1)
+    maker = nn.Linear(4, sum(p.numel() for p in single.parameters())).double()
+    context = torch.randn(4, dtype=torch.float64)
+
+    def gradients(each):
+        maker.zero_grad()
+        sizes = [p.numel() for p in each.parameters()]
+        parts = maker(context).split(sizes)
+        weights = {n: part.view_as(p) for (n, p), part in zip(each.named_parameters(), parts, strict=True)}
+        _loss(functional_call(each, weights, (_images(0, layout),))).backward()
+        return [p.grad.clone() for p in maker.parameters()]
+
+    for _ in range(2):
+        torch.testing.assert_close(gradients(model), gradients(single), rtol=1e-9, atol=1e-12)
+    assert all(isinstance(p, nn.Parameter) and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("reduce", [True, False])
+@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
+def test_parameters_that_another_module_computes(axes, reduce):
+    run_ranks(_hypernetwork, torch.Size(axes.values()).numel(), axes, reduce)
+
+
+def _surgery(axes):
+    """Gradients of two losses, put together by hand (PCGrad)."""
+    layout, single, model = _networks(axes, output="full")
+    for each in (single, model):
+        output = each(_images(0, layout))
+        losses = output[:, 0].square().mean(), output[:, 1].abs().mean()
+        first, second = (torch.autograd.grad(loss, _used(each), retain_graph=True) for loss in losses)
+        for parameter, a, b in zip(_used(each), first, second, strict=True):
+            dot = (a * b).sum()
+            parameter.grad = a + b - (dot.clamp(max=0) / b.square().sum()) * b
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same_parameters(model, single)
+
+
+@pytest.mark.parametrize("axes", LAYOUTS[:2], ids=str)
+def test_gradients_that_are_put_together_by_hand(axes):
+    run_ranks(_surgery, torch.Size(axes.values()).numel(), axes)
