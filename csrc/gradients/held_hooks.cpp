@@ -1,5 +1,6 @@
 #include "gradients/held_hooks.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/variable.h>
 
