@@ -3,9 +3,12 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <string>
@@ -16,15 +19,22 @@
 namespace torchtp::test {
 
 // Ranks are fibers of one thread; before each access to a shared word the scheduler may go on with another rank. The
-// search is depth first, each run from the beginning, and ends a run in a state that has been seen: the shared words,
-// and for each rank what it has read since its last restart(). Accesses are sequentially consistent; a rank's
-// consecutive relaxed ones count as one.
+// search is depth first and turns back at a state that has been seen: the shared words, and for each rank what it has
+// read since its last restart(). To turn back it brings back bytes that it kept on the way, of the ranks' stacks and of
+// the program's memory, and goes on from there. Accesses are sequentially consistent; a rank's consecutive relaxed ones
+// count as one.
 class Explorer {
  public:
+  // Kept as they are: neither they nor a rank's stack at its accesses own memory elsewhere (for exceptions: throws()).
+  struct Bytes {
+    void* begin;
+    size_t size;
+  };
   struct Program {
     int num_ranks = 0;
     int victim = -1;                      // may die before any access
-    std::function<void()> reset;          // all shared words are zero again; called before each run
+    std::function<void()> reset;          // all shared words are zero again; called once, before the first rank runs
+    std::vector<Bytes> memory;            // all that ranks change beside their stacks
     std::function<void(int)> run;         // one rank; an exception that leaves it is a failure
     std::function<void()> check_the_end;  // all have ended or died
     std::function<uint64_t()> more_state = [] { return uint64_t{0}; };  // what no word and no rank's reading tells
@@ -48,6 +58,8 @@ class Explorer {
   bool pause();  // until a shared word changes; false when no other rank can go on
   bool is_dead(int rank, bool or_has_ended);
   bool has_died(int rank) const { return ranks_[rank].state == State::kDead; }
+  // From before a rank throws to after it has caught, what it owns is not in bytes alone: none are kept meanwhile.
+  void throws(bool now) { ranks_[running_].throws = now; }
 
   // For Model::Atomic.
   void access(bool relaxed);
@@ -56,7 +68,6 @@ class Explorer {
   void sleep(const void* word);
   void wake(const void* word);
   void note_failure(const std::string& why) { failure_ = why; }  // ends the run at the next access
-  void set_stays(bool stays) { stays_ = stays; }
 
  private:
   enum class State : uint8_t { kReady, kSleeping, kPausing, kEnded, kDead };
@@ -73,18 +84,27 @@ class Explorer {
     bool relaxed = false;        // its last access
     bool timed_out = false;
     bool begun = false;
+    bool throws = false;
     ucontext_t context;  // to begin with; from then on `jump`, which makes no system call
     jmp_buf jump;
-    std::vector<char> stack;
+    char* stack_top = nullptr;  // the lowest byte in use: stacks grow downwards
+    char* stack_end = nullptr;
   };
   struct Step {
     std::vector<Choice> choices;
     size_t taken = 0;
+    std::vector<char> before;  // all bytes, where there is more than one choice and nobody throws
   };
 
   static void enter() { current_->body(); }
   void body();
-  void begin_run();
+  void begin();
+  bool may_keep() const;
+  std::vector<char> keep();
+  void bring_back(const std::vector<char>& kept);
+  void go_on_at_end_of_path();
+  template <typename Visit>
+  void for_all_bytes(Visit&& visit);
   void follow(const Choice& choice);
   std::vector<Choice> choices() const;
   uint64_t state() const;
@@ -95,9 +115,9 @@ class Explorer {
 
   const Program program_;
   std::vector<Rank> ranks_;
+  std::vector<char> stacks_;
   jmp_buf scheduler_;
   int running_ = -1;
-  bool stays_ = false;
   uint64_t words_ = 0;  // a sum over all shared words
   std::string failure_;
   std::vector<Step> path_;
@@ -105,7 +125,8 @@ class Explorer {
 };
 
 constexpr size_t kStackBytes = size_t{128} << 10;
-constexpr size_t kMostSteps = 3000;  // a run of more goes round in a circle
+constexpr ptrdiff_t kBelowFrame = 512;  // more than a frame of give_up_control() has below its address
+constexpr size_t kMostSteps = 3000;     // a run of more goes round in a circle
 
 inline uint64_t mix(uint64_t a, uint64_t b) {
   uint64_t x = a * 0x9e3779b97f4a7c15u + b + 0x7f4a7c15u;
@@ -114,19 +135,17 @@ inline uint64_t mix(uint64_t a, uint64_t b) {
   return x ^ (x >> 31);
 }
 
-inline Explorer::Explorer(Program program) : program_(std::move(program)), ranks_(program_.num_ranks) {
-  for (Rank& rank : ranks_) rank.stack.resize(kStackBytes);
-}
+inline Explorer::Explorer(Program program)
+    : program_(std::move(program)), ranks_(program_.num_ranks), stacks_(program_.num_ranks * kStackBytes) {}
 
 inline uint64_t Explorer::explore() {
   current_ = this;
   seen_.clear();
   path_.clear();
-  do {
-    begin_run();
-    for (size_t i = 0; i < path_.size(); ++i) follow(path_[i].choices[path_[i].taken]);
+  begin();
+  for (;;) {
     while (seen_.insert(state()).second) {
-      Step step{choices(), 0};
+      Step step{choices(), 0, {}};
       if (step.choices.empty()) {
         try {
           program_.check_the_end();
@@ -135,33 +154,72 @@ inline uint64_t Explorer::explore() {
         }
         break;
       }
-      path_.push_back(step);
+      if (path_.empty() || (step.choices.size() > 1 && may_keep())) step.before = keep();
+      path_.push_back(std::move(step));
       follow(path_.back().choices[0]);
       if (path_.size() > kMostSteps) fail("the ranks do not come to an end");
     }
     while (!path_.empty() && path_.back().taken + 1 == path_.back().choices.size()) path_.pop_back();
-    if (!path_.empty()) ++path_.back().taken;
-  } while (!path_.empty());
-  return seen_.size();
+    if (path_.empty()) return seen_.size();
+    ++path_.back().taken;
+    go_on_at_end_of_path();
+  }
 }
 
-// A run that ends early leaves its fibers where they are: they own no memory but their stacks.
-inline void Explorer::begin_run() {
+inline void Explorer::go_on_at_end_of_path() {
+  size_t i = path_.size() - 1;
+  while (path_[i].before.empty()) --i;
+  bring_back(path_[i].before);
+  for (; i < path_.size(); ++i) follow(path_[i].choices[path_[i].taken]);
+}
+
+inline void Explorer::begin() {
   words_ = 0;
   running_ = -1;
-  stays_ = false;
   failure_.clear();
   program_.reset();
-  for (Rank& rank : ranks_) {
-    rank.state = State::kReady;
-    rank.known = 0;
-    rank.relaxed = false;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    Rank& rank = ranks_[i] = {};
+    char* const stack = stacks_.data() + i * kStackBytes;
     getcontext(&rank.context);
-    rank.context.uc_stack.ss_sp = rank.stack.data();
-    rank.context.uc_stack.ss_size = rank.stack.size();
-    rank.begun = false;
+    rank.context.uc_stack.ss_sp = stack;
+    rank.context.uc_stack.ss_size = kStackBytes;
     makecontext(&rank.context, &Explorer::enter, 0);
+    rank.stack_end = stack + kStackBytes;
+    rank.stack_top = rank.stack_end - kBelowFrame;  // makecontext has written there
   }
+}
+
+// The ranks come first: they tell how much of the stacks is in use.
+template <typename Visit>
+void Explorer::for_all_bytes(Visit&& visit) {
+  visit(&words_, sizeof(words_));
+  visit(ranks_.data(), ranks_.size() * sizeof(Rank));
+  for (Rank& rank : ranks_) {
+    if (rank.state < State::kEnded) visit(rank.stack_top, rank.stack_end - rank.stack_top);
+  }
+  for (const Bytes& bytes : program_.memory) visit(bytes.begin, bytes.size);
+}
+
+inline bool Explorer::may_keep() const {
+  return std::none_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.throws; });
+}
+
+inline std::vector<char> Explorer::keep() {
+  std::vector<char> kept;
+  for_all_bytes([&](const void* begin, size_t size) {
+    const char* bytes = static_cast<const char*>(begin);
+    kept.insert(kept.end(), bytes, bytes + size);
+  });
+  return kept;
+}
+
+inline void Explorer::bring_back(const std::vector<char>& kept) {
+  const char* next = kept.data();
+  for_all_bytes([&](void* begin, size_t size) {
+    std::memcpy(begin, next, size);
+    next += size;
+  });
 }
 
 inline void Explorer::body() {
@@ -222,9 +280,12 @@ inline uint64_t Explorer::state() const {
   return sum;
 }
 
-inline void Explorer::give_up_control() {
+// Not inlined, so that what lies below its frame is only its own.
+[[gnu::noinline]] inline void Explorer::give_up_control() {
   learned(2);  // it stands elsewhere than before
-  if (_setjmp(ranks_[running_].jump) == 0) _longjmp(scheduler_, 1);
+  Rank& rank = ranks_[running_];
+  rank.stack_top = static_cast<char*>(__builtin_frame_address(0)) - kBelowFrame;
+  if (_setjmp(rank.jump) == 0) _longjmp(scheduler_, 1);
 }
 
 inline void Explorer::fail(const std::string& why) const {
@@ -239,14 +300,14 @@ inline void Explorer::fail(const std::string& why) const {
 
 inline void Explorer::point() {
   ranks_[running_].relaxed = false;
-  if (!stays_) give_up_control();
+  give_up_control();
 }
 
 inline void Explorer::access(bool relaxed) {
   Rank& rank = ranks_[running_];
   const bool goes_on = relaxed && (rank.relaxed || !program_.relaxed_too);
   rank.relaxed = relaxed;
-  if (!goes_on && !stays_) give_up_control();
+  if (!goes_on) give_up_control();
 }
 
 inline void Explorer::learned(uint64_t value) {
@@ -296,13 +357,6 @@ inline bool Explorer::is_dead(int rank, bool or_has_ended) {
   learned(gone);
   return gone;
 }
-
-// Whatever the rank does meanwhile is one access: an exception must not be under way while other ranks run.
-class Uninterrupted {
- public:
-  Uninterrupted() { Explorer::current().set_stays(true); }
-  ~Uninterrupted() { Explorer::current().set_stays(false); }
-};
 
 // The world of csrc/shm/protocol.h in which ranks are an Explorer's.
 struct Model {

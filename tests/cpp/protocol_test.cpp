@@ -12,7 +12,6 @@ using namespace torchtp::shm;
 using torchtp::test::Explorer;
 using torchtp::test::mix;
 using torchtp::test::Model;
-using torchtp::test::Uninterrupted;
 
 namespace {
 
@@ -56,6 +55,10 @@ class Team {
     program.num_ranks = kRanks;
     program.victim = case_.victim;
     program.reset = [this] { reset(); };
+    program.memory = {{&control_, offsetof(ControlOf<Model>, ranks) + kRanks * sizeof(RankControlOf<Model>)},
+                      {&slots_, sizeof(slots_)},
+                      {&ends_, sizeof(ends_)},
+                      {&naps_, sizeof(naps_)}};
     program.run = [this](int rank) { run(rank); };
     program.check_the_end = [this] { check_the_end(); };
     program.more_state = [this] { return rings_missed(); };
@@ -71,11 +74,9 @@ class Team {
   };
 
   void reset() {
-    control_.reset();  // the same place again: states are told by addresses
-    control_.emplace();
-    if (!troubled()) control_->abort_state.set_writer(Model::kNobody);
+    if (!troubled()) control_.abort_state.set_writer(Model::kNobody);
     for (int rank = 0; rank < kRanks; ++rank) {
-      RankControlOf<Model>& own = control_->ranks[rank];
+      RankControlOf<Model>& own = control_.ranks[rank];
       own.left.set_writer(case_.leave ? rank : Model::kNobody);
       own.bells[static_cast<int>(Channel::kRound)].sleepers.set_writer(rank);
       for (auto& bell : own.bells) bell.rung.set_counter();
@@ -87,7 +88,7 @@ class Team {
   }
 
   void run(int rank) {
-    Protocol<Model> protocol(*control_, rank, kRanks);
+    Protocol<Model> protocol(control_, rank, kRanks);
     try {
       for (int round = 1; round <= case_.num_rounds; ++round) {
         Explorer::current().restart(round);
@@ -101,11 +102,12 @@ class Team {
     } catch (const Stopped&) {
       ends_[rank].stopped = true;
     }
+    Explorer::current().throws(false);
     naps_[rank].reset();
     Explorer::current().restart(mix(ends_[rank].rounds, ends_[rank].stopped * 1000 + ends_[rank].cause));
     if (!case_.leave) return;
     if (case_.mistake == Mistake::kLeavesInSilence) {
-      control_->ranks[rank].left.store(1);
+      control_.ranks[rank].left.store(1);
     } else {
       protocol.leave();
     }
@@ -119,7 +121,7 @@ class Team {
   uint64_t rings_missed() const {
     uint64_t all = 0;
     for (int rank = 0; rank < kRanks; ++rank) {
-      const uint64_t rung = control_->ranks[rank].bells[static_cast<int>(Channel::kRound)].rung.peek();
+      const uint64_t rung = control_.ranks[rank].bells[static_cast<int>(Channel::kRound)].rung.peek();
       all = mix(all, naps_[rank] ? rung != *naps_[rank] : 2);
     }
     return all;
@@ -154,7 +156,7 @@ class Team {
   void announce(Protocol<Model>& protocol, int rank, int round, const Announced& mine) {
     if (case_.mistake != Mistake::kRingsFirst) return protocol.announce(at(round), mine);
     for (int peer = 0; peer < kRanks; ++peer) ring(protocol.bell(peer, Channel::kRound));
-    AnnouncementOf<Model>& place = control_->ranks[rank].announcements[round & 1];
+    AnnouncementOf<Model>& place = control_.ranks[rank].announcements[round & 1];
     place.fingerprint[0].store(mine.fingerprint.sequence, std::memory_order_relaxed);
     place.heap_offset.store(mine.heap_offset, std::memory_order_relaxed);
     place.arrived_ns.store(mine.arrived_ns, std::memory_order_relaxed);
@@ -208,7 +210,7 @@ class Team {
     if (case_.mistake != Mistake::kLooksForLeaversFirst) return protocol.gone(is_dead);
     Gone gone;
     for (int peer = 0; peer < kRanks; ++peer) {
-      const bool left = control_->ranks[peer].left.load() != 0;
+      const bool left = control_.ranks[peer].left.load() != 0;
       (left ? gone.left : gone.dead) |= uint64_t{left || is_dead(peer)} << peer;
     }
     return gone;
@@ -219,19 +221,19 @@ class Team {
     if (protocol.abort_state() == kRunning) return;
     while (protocol.abort_state() == kWritingCause && Explorer::current().pause()) {
     }
-    if (protocol.abort_state() == kAborted) ends_[rank].cause = control_->cause[0];
+    if (protocol.abort_state() == kAborted) ends_[rank].cause = control_.cause[0];
     stop();
   }
 
   [[noreturn]] void fail(Protocol<Model>& protocol, int rank, char cause) {
-    if (case_.mistake == Mistake::kEveryCauseWins) control_->abort_state.store(kRunning);
+    if (case_.mistake == Mistake::kEveryCauseWins) control_.abort_state.store(kRunning);
     protocol.abort(std::string(1, cause));
     check(protocol, rank);
     stop();
   }
 
   [[noreturn]] void stop() {
-    Uninterrupted all_at_once;
+    Explorer::current().throws(true);
     throw Stopped();
   }
 
@@ -257,7 +259,7 @@ class Team {
   }
 
   const Case case_;
-  std::optional<ControlOf<Model>> control_;
+  ControlOf<Model> control_{};
   int slots_[2][kRanks];
   End ends_[kRanks];
   std::optional<uint64_t> naps_[kRanks];  // what its bell had rung when the rank said that it sleeps
@@ -267,24 +269,22 @@ enum class BoardMistake { kNone, kNeverOdd, kLooksOnce };
 
 // One rank writes twice, two read meanwhile: what they read is of one writing, or they know that it is not.
 uint64_t explore_board(BoardMistake mistake) {
-  std::optional<BoardOf<Model, 2>> board;
+  BoardOf<Model, 2> board{};
   const auto write = [&](uint64_t version) {
-    if (mistake != BoardMistake::kNeverOdd) return write_board(*board, {version, version});
-    for (auto& word : board->words) word.store(version, std::memory_order_release);
-    board->changes.fetch_add(2);
+    if (mistake != BoardMistake::kNeverOdd) return write_board(board, {version, version});
+    for (auto& word : board.words) word.store(version, std::memory_order_release);
+    board.changes.fetch_add(2);
   };
   const auto read = [&](uint64_t (&words)[2]) {
-    if (mistake != BoardMistake::kLooksOnce) return read_board(*board, words);
-    const bool even = board->changes.load() % 2 == 0;
-    for (int i = 0; i < 2; ++i) words[i] = board->words[i].load(std::memory_order_acquire);
+    if (mistake != BoardMistake::kLooksOnce) return read_board(board, words);
+    const bool even = board.changes.load() % 2 == 0;
+    for (int i = 0; i < 2; ++i) words[i] = board.words[i].load(std::memory_order_acquire);
     return even;
   };
   Explorer::Program program;
   program.num_ranks = kRanks;
-  program.reset = [&] {
-    board.reset();
-    board.emplace();
-  };
+  program.reset = [] {};
+  program.memory = {{&board, sizeof(board)}};
   program.run = [&](int rank) {
     for (uint64_t version = 1; version <= 2; ++version) {
       if (rank == 0) {
