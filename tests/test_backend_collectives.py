@@ -66,6 +66,33 @@ def _all_gather():
         assert torch.equal(output, torch.cat(inputs)), (numel, dtype)
 
 
+def _unequal_lengths():
+    """Lists whose tensors differ in length; whole numbers, so that every order of summing them is exact."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    longest = 60_000
+    for lengths in (
+        list(range(size)),
+        [(longest, 0, 7, 1)[r] for r in range(size)],
+        [longest + 9 * r for r in range(size)],
+    ):
+        for index, dtype in enumerate(DTYPES[1:]):
+            contiguous, asynchronous = bool(index % 2), bool(index % 3)
+            inputs = [_input(r, n, dtype) for r, n in enumerate(lengths)]
+            outputs = [_empty(n, dtype, contiguous) for n in lengths]
+            _run(dist.all_gather, outputs, _filled(inputs[rank], not contiguous), asynchronous=asynchronous)
+            assert all(map(torch.equal, outputs, inputs)), (lengths, dtype)
+            values = torch.arange(longest + 9 * size) % 3
+            pieces = [_filled((values[:n] + rank).to(dtype), contiguous) for n in lengths]
+            kept = [piece.clone() for piece in pieces]
+            output = _empty(lengths[rank], dtype, not contiguous)
+            expected = (values[: lengths[rank]] * size + sum(range(size))).to(dtype)
+            _run(dist.reduce_scatter, output, pieces, asynchronous=asynchronous)
+            assert torch.equal(output, expected), (lengths, dtype)
+            assert all(map(torch.equal, pieces, kept)), (lengths, dtype)
+            _run(dist.reduce_scatter, pieces[rank], pieces, asynchronous=asynchronous)
+            assert torch.equal(pieces[rank], expected), (lengths, dtype)
+
+
 def _gather_and_scatter():
     rank, size = dist.get_rank(), dist.get_world_size()
     for numel, dtype, contiguous, asynchronous in _cases():
@@ -162,6 +189,8 @@ def _objects():
 def _barrier():
     dist.barrier()
     dist.barrier(async_op=True).wait()
+    if not torch.cuda.is_available():
+        dist.barrier(device_ids=[dist.get_rank()])
     dist.group.WORLD.monitored_barrier()
 
 
@@ -170,6 +199,7 @@ def _barrier():
     [
         _broadcast,
         _all_gather,
+        _unequal_lengths,
         _gather_and_scatter,
         _all_to_all,
         _coalesced,

@@ -168,6 +168,7 @@ def test_hosts_whose_heap_has_no_room_reduce_as_the_others(hosts):
 MOVES = [
     moves._broadcast,
     moves._all_gather,
+    moves._unequal_lengths,
     moves._gather_and_scatter,
     moves._all_to_all,
     moves._coalesced,

@@ -8,6 +8,13 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
+const Tensors& only_list(const std::vector<Tensors>& lists, int size, const char* what) {
+  TORCH_CHECK(lists.size() == 1 && static_cast<int>(lists[0].size()) == size, "torchtp ", what,
+              " takes one list with one tensor for each of the ", size, " ranks, got ",
+              lists.size() == 1 ? lists[0].size() : 0, " tensors in ", lists.size(), " lists");
+  return lists[0];
+}
+
 }  // namespace
 
 const at::Tensor& only(const Tensors& tensors, const char* what) {
@@ -18,11 +25,23 @@ const at::Tensor& only(const Tensors& tensors, const char* what) {
 
 const Tensors& one_for_each_rank(const std::vector<Tensors>& lists, int size, const at::Tensor& like,
                                  const char* what) {
-  TORCH_CHECK(lists.size() == 1 && static_cast<int>(lists[0].size()) == size, "torchtp ", what,
-              " takes one list with one tensor for each of the ", size, " ranks, got ",
-              lists.size() == 1 ? lists[0].size() : 0, " tensors in ", lists.size(), " lists");
-  for (const at::Tensor& tensor : lists[0]) check_like(tensor, like.numel(), like.scalar_type(), what);
-  return lists[0];
+  const Tensors& list = only_list(lists, size, what);
+  for (const at::Tensor& tensor : list) check_like(tensor, like.numel(), like.scalar_type(), what);
+  return list;
+}
+
+const Tensors& pieces_of_ranks(const std::vector<Tensors>& lists, int size, int rank, const at::Tensor& own,
+                               const char* what) {
+  const Tensors& list = only_list(lists, size, what);
+  for (int r = 0; r < size; ++r) {
+    check_like(list[r], r == rank ? own.numel() : list[r].numel(), own.scalar_type(), what);
+  }
+  return list;
+}
+
+bool all_of_one_length(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
 }
 
 void check_no_lists(const std::vector<Tensors>& lists, const char* what) {

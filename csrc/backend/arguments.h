@@ -13,6 +13,12 @@ const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* what)
 const std::vector<at::Tensor>& one_for_each_rank(const std::vector<std::vector<at::Tensor>>& lists, int size,
                                                  const at::Tensor& like, const char* what);
 
+// The same, but the tensors of the other ranks may be of other lengths, which all ranks must pass alike.
+const std::vector<at::Tensor>& pieces_of_ranks(const std::vector<std::vector<at::Tensor>>& lists, int size, int rank,
+                                               const at::Tensor& own, const char* what);
+
+bool all_of_one_length(const std::vector<at::Tensor>& tensors);
+
 // What the ranks that are not the root pass.
 void check_no_lists(const std::vector<std::vector<at::Tensor>>& lists, const char* what);
 

@@ -3,6 +3,8 @@
 #include <numeric>
 #include <utility>
 
+#include <ATen/Context.h>
+
 #include "backend/arguments.h"
 #include "backend/torchtp_backend.h"
 #include "collectives/call.h"
@@ -37,18 +39,31 @@ TorchtpBackend::WorkPtr TorchtpBackend::broadcast(Tensors& tensors, const c10d::
 TorchtpBackend::Plan TorchtpBackend::plan_allgather(const char* title, const TensorLists& outputs,
                                                     const Tensors& inputs) const {
   const at::Tensor input = only(inputs, "allgather");
-  const Tensors list = one_for_each_rank(outputs, getSize(), input, "allgather");
+  const Tensors list = pieces_of_ranks(outputs, getSize(), getRank(), input, "allgather");
+  const auto gather_equal = [input, list](const Call& call) {
+    const Dense source(input, true);
+    DenseList gathered(list, false);
+    call.engine.allgather(call.sequence, source.data(), gathered.outputs(), input.numel(), input.scalar_type());
+    gathered.store();
+  };
+  const auto gather_unequal = [input, list](const Call& call) {
+    const Dense source(input, true);
+    DenseList gathered(list, false);
+    const std::vector<std::byte*> pieces = gathered.outputs();
+    collectives::copy_bytes(pieces[call.engine.rank()], source.data(), source.num_bytes());
+    for (int r = 0; r < call.engine.size(); ++r) {
+      call.engine.broadcast(call.sequence, pieces[r], list[r].numel(), input.scalar_type(), r);
+    }
+    gathered.store();
+  };
+  const bool equal = all_of_one_length(list);
+  const int64_t count = equal ? input.numel() : total_numel(list);
   return {c10d::OpType::ALLGATHER,
           title,
           list,
           inputs,
-          fingerprint(0, Kind::kAllgather, input.numel(), input.scalar_type()),
-          [input, list](const Call& call) {
-            const Dense source(input, true);
-            DenseList gathered(list, false);
-            call.engine.allgather(call.sequence, source.data(), gathered.outputs(), input.numel(), input.scalar_type());
-            gathered.store();
-          }};
+          fingerprint(0, Kind::kAllgather, count, input.scalar_type()),
+          equal ? std::function<void(const Call&)>(gather_equal) : gather_unequal};
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allgather(TensorLists& outputs, Tensors& inputs,
@@ -326,7 +341,8 @@ TorchtpBackend::WorkPtr TorchtpBackend::barrier(const c10d::BarrierOptions& opti
                   {},
                   fingerprint(0, Kind::kBarrier, 0, at::ScalarType::Undefined),
                   [](const Call& call) { call.engine.barrier(call.sequence); }};
-        if (!options.device_ids.empty()) plan.device = at::Device(at::kCUDA, options.device_ids[0]);
+        // torch.distributed.barrier(device_ids=...) names the accelerator of this machine, which may be the CPU.
+        if (!options.device_ids.empty() && at::hasCUDA()) plan.device = at::Device(at::kCUDA, options.device_ids[0]);
         if (options.device) plan.device = *options.device;
         return plan;
       },

@@ -41,6 +41,31 @@ class Reducing {
   at::Scalar factor_;
 };
 
+void reduce_equal(const Call& call, const std::vector<at::Tensor>& list, const Dense& result,
+                  const Reducing& reducing) {
+  std::vector<Dense> sources;
+  std::vector<const std::byte*> pointers;
+  for (const at::Tensor& tensor : list) {
+    sources.push_back(reducing.load(tensor));
+    pointers.push_back(sources.back().data());
+  }
+  call.engine.reduce_scatter(call.sequence, pointers, result.data(), list[0].numel(), list[0].scalar_type(),
+                             reducing.op());
+}
+
+// Pieces of other lengths for each rank, one after another: the others' are left as they are.
+void reduce_unequal(const Call& call, const std::vector<at::Tensor>& list, const Dense& result,
+                    const Reducing& reducing) {
+  const int rank = call.engine.rank();
+  std::vector<Dense> sources;  // all before the first is written: the result may be one of them
+  for (const at::Tensor& tensor : list) sources.push_back(reducing.load(tensor));
+  for (int root = 0; root < call.engine.size(); ++root) {
+    if (root == rank) collectives::copy_bytes(result.data(), sources[root].data(), result.num_bytes());
+    std::byte* const data = root == rank ? result.data() : sources[root].data();
+    call.engine.reduce(call.sequence, data, list[root].numel(), list[root].scalar_type(), reducing.op(), root);
+  }
+}
+
 }  // namespace
 
 TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Tensors& tensors,
@@ -133,23 +158,22 @@ TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter(Tensors& outputs, TensorL
       options.asyncOp, options.timeout,
       [&]() -> Plan {
         const at::Tensor output = only(outputs, "reduce_scatter");
-        const Tensors list = one_for_each_rank(inputs, getSize(), output, "reduce_scatter");
+        const Tensors list = pieces_of_ranks(inputs, getSize(), getRank(), output, "reduce_scatter");
         const Reducing reducing(options.reduceOp, output, "reduce_scatter");
+        const bool equal = all_of_one_length(list);
+        const int64_t count = equal ? output.numel() : total_numel(list);
         return {c10d::OpType::REDUCE_SCATTER,
                 "torchtp:reduce_scatter",
                 outputs,
                 list,
-                fingerprint(0, Kind::kReduceScatter, output.numel(), output.scalar_type(), reducing.op()),
-                [output, list, reducing](const Call& call) {
-                  std::vector<Dense> sources;
-                  std::vector<const std::byte*> pointers;
-                  for (const at::Tensor& tensor : list) {
-                    sources.push_back(reducing.load(tensor));
-                    pointers.push_back(sources.back().data());
-                  }
+                fingerprint(0, Kind::kReduceScatter, count, output.scalar_type(), reducing.op()),
+                [output, list, reducing, equal](const Call& call) {
                   Dense result(output, false);
-                  call.engine.reduce_scatter(call.sequence, pointers, result.data(), output.numel(),
-                                             output.scalar_type(), reducing.op());
+                  if (equal) {
+                    reduce_equal(call, list, result, reducing);
+                  } else {
+                    reduce_unequal(call, list, result, reducing);
+                  }
                   result.store();
                 }};
       },
