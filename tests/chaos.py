@@ -35,6 +35,7 @@ from forked import served_store
 import torchtp  # noqa: F401 (registers the backend)
 from torchtp import namespaces
 from torchtp.testing import timeout_scale
+from torchtp.workers import enter_network
 
 PHASES = ("rendezvous", *(body.__name__ for body in chaos_phases.PHASES), "destroy")
 BLOWS = ("kill", "stop", "slow")
@@ -145,7 +146,7 @@ class Stage:
         self.address = "127.0.0.1"
         if self._network is not None:
             self.address = "10.77.0.254"
-            self._network.bridge.enter()
+            enter_network(self._network.bridge.path)
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def places(self, size, rng):
@@ -157,7 +158,7 @@ class Stage:
 
     def enter(self, trial, rank):
         if trial.places:
-            self._network.hosts[trial.places[rank]].enter()
+            enter_network(self._network.hosts[trial.places[rank]].path)
 
     def client(self, port):
         return dist.TCPStore(self.address, port, wait_for_workers=False)

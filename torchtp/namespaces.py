@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtp import testing
+from torchtp.workers import Worker
 
 _PR_SET_PDEATHSIG = 1
-_CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -60,15 +60,6 @@ class _Namespace:
         done = subprocess.run([*self.inside, "ip", *command], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise OSError(f"ip {' '.join(command)}: {done.stderr.strip()}")
-
-    def enter(self) -> None:
-        """Move this process there, which has one thread."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if _libc.setns(fd, _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter {self.path}")
-        finally:
-            os.close(fd)
 
     def close(self) -> None:
         if os.getpid() == self._owner:  # an error of a forked process passes here too
@@ -120,10 +111,10 @@ class _HostsPool(testing._Pool):
             self._end.close()
             raise
 
-    def _start(self, size: int, backend: str | None) -> list[testing._Worker]:
+    def _start(self, size: int, backend: str | None) -> list[Worker]:
         overrides = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_USE_AGENT_STORE": None}
         return [
-            testing._Worker(rank, size, backend, 29500, self._hosts[self._places[rank]].inside, overrides)
+            testing.start_rank(rank, size, backend, 29500, overrides, self._hosts[self._places[rank]].path)
             for rank in range(size)
         ]
 

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine, on worker processes that are started once and reused."""
+"""Runs a function on several ranks of this machine, on worker processes that are reused."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import os
 import pickle
 import queue
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from torchtp.workers import Worker
 
 _MIN_WORKERS, _MAX_WORKERS = 8, 20  # idle pools are closed, oldest first, so that no more processes stay alive
 _WORKER_BYTES = 1 << 30  # what a worker may grow to; how much of the machine's memory is left decides between the two
 _START_SECONDS = 180.0  # importing torch on a busy machine; not part of a call's time limit
 _GRACE_SECONDS = 3.0  # what the other ranks get to answer once one has failed
-_LOG_TAIL = 8000
 # A pool whose functions have left more process groups than this is replaced: each gloo group keeps threads running.
 _MAX_GROUPS = 24
 
@@ -87,71 +86,27 @@ def run_ranks(
     return results
 
 
-class _Worker:
-    """One rank's process, the connection to it and the file its output and stack dumps go to."""
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        backend: str | None,
-        port: int,
-        inside: Sequence[str] = (),
-        overrides: Mapping[str, str | None] | None = None,
-    ):
-        """`inside` is a command that runs the rest of its arguments; `overrides` change the environment, None removes."""
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
-        mine, theirs = socket.socketpair()
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent, as torchrun's agent does
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        }
-        for name, value in (overrides or {}).items():
-            if value is None:
-                environment.pop(name)
-            else:
-                environment[name] = value
-        with theirs:
-            self.process = subprocess.Popen(
-                [*inside, sys.executable, "-c", _MAIN, str(theirs.fileno()), backend or "", *sys.path],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-            )
-        self.connection = Connection(mine.detach())
-
-    def log_tail(self) -> str:
-        end = self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, end - _LOG_TAIL))
-        text = self.log.read().decode(errors="replace").strip()
-        return f"\n--- output ---\n{text}" if text else ""
-
-    def dump_stacks(self) -> str:
-        """Have the process write the stack of each thread into its log and return the log's end."""
-        before = self.log.seek(0, os.SEEK_END)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
-        while self.log.seek(0, os.SEEK_END) == before and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.05)  # the dump is written line by line; half of one is still worth printing
-        return self.log_tail()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.connection.close()
-        self.log.close()
+def start_rank(
+    rank: int,
+    size: int,
+    backend: str | None,
+    port: int,
+    overrides: Mapping[str, str | None] | None = None,
+    namespace: str | None = None,
+) -> Worker:
+    """`overrides` change the environment (None removes); `namespace` is the path of a network to run in."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by the parent, as torchrun's agent does
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    return Worker(rank, {**environment, **(overrides or {})}, _serve, backend or "", namespace)
 
 
 class _Pool:
@@ -166,9 +121,9 @@ class _Pool:
             self.kill()
             raise
 
-    def _start(self, size: int, backend: str | None) -> list[_Worker]:
+    def _start(self, size: int, backend: str | None) -> list[Worker]:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return [_Worker(rank, size, backend, self.store.port) for rank in range(size)]
+        return [start_rank(rank, size, backend, self.store.port) for rank in range(size)]
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], bool]:
         name = getattr(fn, "__qualname__", repr(fn))
@@ -270,16 +225,11 @@ class _Pools:
 _pools = _Pools()
 atexit.register(_pools.close)
 
-_MAIN = (
-    "import sys; sys.path[:] = sys.argv[3:]; from torchtp.testing import _serve; _serve(int(sys.argv[1]), sys.argv[2])"
-)
 
-
-def _serve(fd: int, backend: str) -> None:
+def _serve(connection: Connection, backend: str) -> None:
     """A worker's life: initialise, then answer calls until the parent closes the connection."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    connection = Connection(fd)
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def start() -> None:
