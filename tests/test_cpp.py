@@ -27,27 +27,38 @@ def _sanitizers(name: str) -> list[str]:
     return ["address", "thread"] if threads else ["address"]
 
 
-def _make(target: str, sanitizer: str) -> Path:
-    build = BUILD / sanitizer.replace(",", "-")
+def _make(names: list[str], sanitizer: str, *flags: str) -> subprocess.CompletedProcess[str]:
     include = Path(torch.__file__).parent / "include"
-    variables = [f"SANITIZER={sanitizer}", f"BUILD={build}", f"TORCH_INCLUDE={include}"]
-    done = subprocess.run(
-        ["make", "-s", f"-j{os.cpu_count()}", "-C", HERE, target, *variables],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return build / "tests" / "cpp" / target
+    variables = [f"SANITIZER={SANITIZERS[sanitizer]}", f"BUILD={_folder(sanitizer)}", f"TORCH_INCLUDE={include}"]
+    command = ["make", "-s", f"-j{os.cpu_count()}", *flags, "-C", HERE, *names, *variables]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def _folder(sanitizer: str) -> Path:
+    return BUILD / SANITIZERS[sanitizer].replace(",", "-")
+
+
+@pytest.fixture(scope="module")
+def build_all_that_will_run(request):
+    """Side by side, as one test compiles on one core; what does not compile is told by its own test."""
+    asked = [item.callspec.params for item in request.session.items if item.path == request.path]
+    for sanitizer in SANITIZERS:
+        names = [each["name"] for each in asked if each["sanitizer"] == sanitizer]
+        if names:
+            _make(names, sanitizer, "-k")
 
 
 @pytest.mark.skipif(not (shutil.which("make") and shutil.which("g++")), reason="needs make and a C++ compiler")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)  # the first one compiles for all
+@pytest.mark.usefixtures("build_all_that_will_run")
 @pytest.mark.parametrize(
     ("name", "sanitizer"),
     [(name, kind) for name in TESTS for kind in _sanitizers(name)],
 )
 def test_cpp(name, sanitizer):
-    program = _make(name, SANITIZERS[sanitizer])
+    built = _make([name], sanitizer)
+    assert built.returncode == 0, built.stdout + built.stderr
+    program = _folder(sanitizer) / "tests" / "cpp" / name
     environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
