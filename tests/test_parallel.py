@@ -173,29 +173,6 @@ def test_a_forward_of_the_module_alone_is_parallelized(when):
     run_ranks(_another_forward, 4, when)
 
 
-def _replaced():
-    layout = make_layout({"w": 2})
-    single, model = make_network("convnext"), make_network("convnext")
-    torchtp.parallelize(model, layout)
-    for each in (single, model):
-        torch.manual_seed(8 + (layout.group.rank() if each is model else 0))
-        each[3] = nn.Sequential(nn.Conv2d(4, 2, 1), Scaled(), nn.Conv2d(2, 1, 1)).double()
-        loss_of(each(make_images(0, 1))).backward()
-    assert_same_parameters(model, single)
-    assert_same_gradients(model, single)
-    model[1].drop = nn.Identity()  # nothing to train
-    model[2].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    loss_of(model(make_images(0, 1))).backward()
-    if layout.group.rank() == 1:
-        model[0].bias = nn.Parameter(model[0].bias.detach().clone())
-    with pytest.raises(ValueError, match=r"'0.bias' has replaced another one.*load_state_dict.*\(on rank 1\)"):
-        model(make_images(0, 1))
-
-
-def test_parts_replaced_before_training_are_equal_and_later_refused():
-    run_ranks(_replaced, 2)
-
-
 def _without_shapes():
     model = nn.Sequential(nn.LazyConv2d(2, 3), nn.BatchNorm2d(2))
     with pytest.raises(ValueError, match="0.weight has no shape yet: call the module once"):

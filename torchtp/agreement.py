@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 Described = tuple[str, torch.Size, torch.dtype]  # what it is, its global shape, its dtype
 
-_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _WRITTEN, _WORDS = range(7)
+_COMPLAINS, _DATA_RANK, _NUM, _HASH, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(8)
 
 
 class Agreed(NamedTuple):
@@ -40,21 +40,25 @@ class Agreement:
         complaint: str = "",
         note: int = 0,
         written: int = 0,
+        stranger: str = "",
         *,
         everyone: bool = False,
     ) -> Agreed:
         """Raise ValueError on all ranks if one complains or the ranks of an image differ; returns `note` and `written` of all.
 
-        Collective over the spatial group, or over all data ranks too with `everyone`.
+        So it does if some ranks alone have a `stranger`, a sentence on a part of the module that is new. Collective over the spatial group, or over all data ranks too with `everyone`.
         """
         group = self._everyone if everyone else self._spatial
         if group.size() == 1 or dist.get_backend(group) == "fake":
             if complaint:
                 raise ValueError(complaint)
             return Agreed([note], [written])
-        table = self._gather(group, _encode(tensors, complaint, note, written, self._data_rank))
+        table = self._gather(group, _encode(tensors, complaint, note, written, self._data_rank, bool(stranger)))
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(group, complaint))
+        if len({row[_STRANGER] for row in table}) > 1:
+            alone = stranger and f"{stranger}, on some ranks alone: change the module alike on all of them"
+            raise ValueError(_first_complaint(group, alone))
         keys = [row[_DATA_RANK] for row in table]
         if any(row[_NUM:_NOTE] != table[keys.index(row[_DATA_RANK])][_NUM:_NOTE] for row in table):
             raise ValueError(
@@ -92,7 +96,9 @@ def digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def _encode(tensors: Sequence[Described], complaint: str, note: int, written: int, data_rank: int) -> list[int]:
+def _encode(
+    tensors: Sequence[Described], complaint: str, note: int, written: int, data_rank: int, has_stranger: bool = False
+) -> list[int]:
     row = [0] * _WORDS
     row[_COMPLAINS] = bool(complaint)
     row[_DATA_RANK] = data_rank
@@ -100,6 +106,7 @@ def _encode(tensors: Sequence[Described], complaint: str, note: int, written: in
     row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in tensors]).encode())
     row[_NOTE] = note
     row[_WRITTEN] = written
+    row[_STRANGER] = has_stranger
     return row
 
 

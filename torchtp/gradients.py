@@ -97,6 +97,11 @@ class GradientReducer:
         finally:
             self._reducer.sync = before
 
+    @property
+    def syncs(self) -> bool:
+        """False inside `no_sync`."""
+        return self._reducer.sync
+
     def reduce_every(self, num_backwards: int) -> None:
         """Only every n-th backward reduces from now on; those between accumulate, as under `no_sync`."""
         self._reducer.set_interval(num_backwards)

@@ -105,6 +105,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 _STATE = "_torchtp"
 _IMAGE = "an image"
+_WHERE_TO_RENEW = "the next forward must be in training mode and outside of torchtp.no_sync, where all ranks take it up"
 
 
 class _State:
@@ -160,10 +161,17 @@ class _State:
         if reducer is not None:
             reducer.prepare()  # a failed backward's messages come before this forward's
         tensors, complaint = self._describe(args, kwargs)
-        complaint = complaint or (self._replaced(module, reducer) if is_new and reducer is not None else "")
         note = randomness.fingerprint(self.layout)
         everyone = reducer is not None and module.training
-        agreed = self.layout.agreement.check(tensors, complaint, note, self._written.digest(), everyone=everyone)
+        stranger = self._stranger(module, reducer) if is_new and reducer is not None else ""
+        if stranger and not (everyone and reducer is not None and reducer.syncs):
+            complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
+        agreed = self.layout.agreement.check(
+            tensors, complaint, note, self._written.digest(), stranger, everyone=everyone
+        )
+        if stranger:
+            self._reducer = None  # before the next one is made: it averages what this one does
+            self.reducer(module)
         if everyone:
             self._written.settle(module, agreed.written)
         if self.layout.num_shards > 1 and not self._said_uncut and not any(_is_image(one) for one in tensors):
@@ -244,20 +252,16 @@ class _State:
         if self._reduces is not None and self.layout.group.size() > 1:
             self._awaiting = after_backward(module.parameters(), reduce)
 
-    def _replaced(self, module: nn.Module, reducer: GradientReducer) -> str:
-        """What is wrong with a module whose parts are others than the reducer was made for."""
-        known = {id(parameter) for parameter in reducer.parameters}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known and isinstance(parameter, nn.Parameter):
-                self._composition.forget()  # said again at the next forward
-                return (
-                    f"parameter {name!r} has replaced another one, or was added, after the first training step, and "
-                    "would keep this rank's own gradient: call torchtp.parallelize when the module is complete, and "
-                    "write into the parameters it has (load_state_dict without assign=True)"
-                )
+    def _stranger(self, module: nn.Module, reducer: GradientReducer) -> str:
+        """Of a module that is made of other parts than before, a parameter that the reducer was not made for."""
         lazy.prepare(module)
         sync_batch_norm.prepare(module, self.layout)
         self._buffered = None
+        known = {id(parameter) for parameter in reducer.parameters}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and isinstance(parameter, nn.Parameter):
+                self._composition.forget()  # said again at the next forward, if this one fails
+                return f"parameter {name!r} has replaced another one, or was added, after the first training step"
         return ""
 
     def _have_buffers(self, module: nn.Module) -> list[nn.Module]:

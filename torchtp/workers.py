@@ -58,7 +58,7 @@ class Worker:
         mine, theirs = socket.socketpair()
         with theirs:
             self.process: _Process = _template(rank % _NUM_TEMPLATES, variables).fork(
-                theirs.fileno(), self.log.fileno(), (list(sys.path), variables, namespace, main, argument)
+                theirs.fileno(), self.log.fileno(), (os.getcwd(), list(sys.path), variables, namespace, main, argument)
             )
         self.connection = Connection(mine.detach())
 
@@ -151,6 +151,7 @@ class _Template:
                     reduction.send_handle(self._connection, fd, self._process.pid)
                 return int(self._connection.recv())
             except (EOFError, OSError) as error:
+                _templates.clear()  # the next call starts new ones
                 status = self._process.wait()
                 raise RuntimeError(
                     f"the process that ranks are forked off ended with exit status {status}{_tail_of(self._log)}"
@@ -166,6 +167,7 @@ def _end(connection: Connection, process: subprocess.Popen[bytes], log: IO[bytes
 # By what they have read of the environment; each lives on while it has workers.
 _templates: OrderedDict[frozenset[tuple[str, str]], list[_Template]] = OrderedDict()
 atexit.register(_templates.clear)
+os.register_at_fork(after_in_child=_templates.clear)  # two processes would speak over one connection
 
 
 def _template(index: int, variables: Mapping[str, str]) -> _Template:
@@ -214,7 +216,14 @@ def _fork_on_demand(fd: int) -> None:
 
 
 def _become_worker(
-    fd: int, log: int, paths: list[str], variables: dict[str, str], namespace: str | None, main: Main, argument: str
+    fd: int,
+    log: int,
+    folder: str,
+    paths: list[str],
+    variables: dict[str, str],
+    namespace: str | None,
+    main: Main,
+    argument: str,
 ) -> None:
     status = 1
     try:
@@ -222,6 +231,7 @@ def _become_worker(
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        os.chdir(folder)
         os.environ.clear()
         os.environ.update(variables)
         sys.path[:] = paths

@@ -1,0 +1,74 @@
+"""parallelize: parameters and parts of a module that are replaced or added, before and while it is trained."""
+
+import pytest
+import torch
+from models import make_layout, make_network
+from test_parallel import Scaled
+from torch import nn
+from training import assert_same_gradients, assert_same_parameters, loss_of, make_images, make_optimizer
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+def _replaced():
+    layout = make_layout({"w": 2})
+    single, model = make_network("convnext"), make_network("convnext")
+    torchtp.parallelize(model, layout)
+    for each in (single, model):
+        torch.manual_seed(8 + (layout.group.rank() if each is model else 0))
+        each[3] = nn.Sequential(nn.Conv2d(4, 2, 1), Scaled(), nn.Conv2d(2, 1, 1)).double()
+        loss_of(each(make_images(0, 1))).backward()
+    assert_same_parameters(model, single)
+    assert_same_gradients(model, single)
+    model[1].drop = nn.Identity()  # nothing to train
+    model[2].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    loss_of(model(make_images(0, 1))).backward()
+    if layout.group.rank() == 1:
+        model[0].bias = nn.Parameter(model[0].bias.detach().clone())
+    with pytest.raises(ValueError, match=r"'0.bias' has replaced another one.*on some ranks alone.*\(on rank 1\)"):
+        model(make_images(0, 1))
+
+
+def test_parts_may_be_replaced_before_training_alike_on_all_ranks():
+    run_ranks(_replaced, 2)
+
+
+def _grows():
+    layout = make_layout({"dp": 2, "w": 2})
+    single, model = make_network("convnext"), make_network("convnext")
+    torchtp.parallelize(model, layout, output="full")
+    optimizers = [make_optimizer(each) for each in (single, model)]
+    channels = single(make_images(0, 1)).shape[1]
+
+    def step(index):
+        images = make_images(index, 2)
+        for each, optimizer in zip((single, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            mine = images[layout.data_rank : layout.data_rank + 1] if each is model else images
+            loss_of(each(mine)).backward()
+            optimizer.step()
+
+    for index in range(3):
+        step(index)
+        for each, optimizer in zip((single, model), optimizers, strict=True):
+            torch.manual_seed(8 + (layout.group.rank() if each is model else 0))
+            part = nn.Sequential(nn.Conv2d(channels, 3, 3, padding=1), nn.GELU(), nn.Conv2d(3, channels, 1)).double()
+            each.add_module(f"new{index}", part)
+            each[0].bias = nn.Parameter(each[0].bias.detach() + index)
+            optimizer.add_param_group({"params": [*part.parameters(), each[0].bias]})
+        if index == 1:
+            with pytest.raises(ValueError, match="outside of torchtp.no_sync"), torchtp.no_sync(model):
+                model(make_images(0, 1))
+            with pytest.raises(ValueError, match="in training mode"):
+                model.eval()(make_images(0, 1))
+            with torch.no_grad():
+                model(make_images(0, 1))
+            model.train()
+    step(5)
+    assert_same_parameters(model, single)
+    assert_same_gradients(model, single)
+
+
+def test_parts_may_be_replaced_and_added_while_training():
+    run_ranks(_grows, 4)
