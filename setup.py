@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.resolve()
 OLDEST, NEWEST = (2, 11), (2, 15)
 # Of the 20 s that a file of these floors takes to compile, torch's headers are 16: several files are read in one go.
 UNITED = ("backend", "bindings", "gradients", "spatial")
-FILES_A_UNIT = int(os.environ.get("TORCHTP_FILES_A_UNIT", "6"))
+FILES_A_UNIT = int(os.environ.get("TORCHTP_FILES_A_UNIT", "12"))
 SUPPORTED = ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))
 
 

@@ -290,14 +290,14 @@ std::tuple<at::Tensor, at::Tensor> border_convolution_backward_op(const at::Tens
                                      {true, true, false}, cuts);
 }
 
-void register_kernels(torch::Library& m) {
+void register_border_kernels(torch::Library& m) {
   m.impl("border_convolution", border_convolution_op);
   m.impl("border_convolution_backward", border_convolution_backward_op);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(torchtp, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(torchtp, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(torchtp, CPU, m) { register_border_kernels(m); }
+TORCH_LIBRARY_IMPL(torchtp, CUDA, m) { register_border_kernels(m); }
 
 }  // namespace torchtp::spatial

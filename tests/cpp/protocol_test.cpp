@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "explorer.h"
+#include "model.h"
 
 using namespace torchtp::shm;
 using torchtp::test::Explorer;
