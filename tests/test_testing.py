@@ -44,6 +44,10 @@ def _initialise(backend):
     return total.item()
 
 
+def _what_a_process_has_of_its_own():
+    return hash("a word"), os.getcwd()
+
+
 def _destroy():
     dist.destroy_process_group()
 
@@ -59,6 +63,24 @@ def test_results_come_in_order_of_ranks_and_workers_are_reused(size):
     assert len({pid for _, pid in first} | {os.getpid()}) == size + 1
     assert run_ranks(_rank_and_pid, size) == first
     assert run_ranks(_rank_and_pid, size, fresh=True) != first
+
+
+def test_neighbours_hash_differently_as_under_torchrun_and_run_where_they_are_called(monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (first, folder), (second, _) = run_ranks(_what_a_process_has_of_its_own, 2, fresh=True)
+    assert first != second
+    assert folder == str(tmp_path)
+
+
+def _variable():
+    return os.environ.get("TORCHTP_A_VARIABLE")
+
+
+def test_a_changed_environment_reaches_new_workers(monkeypatch):
+    assert run_ranks(_variable, 2, fresh=True) == [None, None]
+    monkeypatch.setenv("TORCHTP_A_VARIABLE", "one")
+    assert run_ranks(_variable, 2, fresh=True) == ["one", "one"]
 
 
 def test_ranks_can_talk():
