@@ -170,8 +170,8 @@ class _State:
             tensors, complaint, note, self._written.digest(), stranger, everyone=everyone
         )
         if stranger:
-            self._reducer = None  # before the next one is made: it averages what this one does
-            self.reducer(module)
+            self._reducer = None
+            reducer = self.reducer(module)
         if everyone:
             self._written.settle(module, agreed.written)
         if self.layout.num_shards > 1 and not self._said_uncut and not any(_is_image(one) for one in tensors):
