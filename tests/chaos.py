@@ -34,8 +34,8 @@ from forked import served_store
 
 import torchtp  # noqa: F401 (registers the backend)
 from torchtp import namespaces
+from torchtp.namespaces import enter_network
 from torchtp.testing import timeout_scale
-from torchtp.workers import enter_network
 
 PHASES = ("rendezvous", *(body.__name__ for body in chaos_phases.PHASES), "destroy")
 BLOWS = ("kill", "stop", "slow")

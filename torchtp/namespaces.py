@@ -14,12 +14,14 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from torchtp import testing
 from torchtp.workers import Worker
 
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -98,6 +100,21 @@ def _network(num_hosts: int) -> Iterator[_Network]:
         yield _Network(bridge, hosts)
 
 
+def enter_network(namespace: str) -> None:
+    """Move this process, which has one thread, into the network namespace at this path. Raises OSError."""
+    fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.setns(fd, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    finally:
+        os.close(fd)
+
+
+def _serve_inside(namespace: str, backend: str | None, connection: Connection) -> None:
+    enter_network(namespace)
+    testing._serve(backend, connection)
+
+
 class _HostsPool(testing._Pool):
     """Workers on several hosts; the store is rank 0's, as no other process is in reach of all of them."""
 
@@ -114,8 +131,8 @@ class _HostsPool(testing._Pool):
     def _start(self, size: int, backend: str | None) -> list[Worker]:
         overrides = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_USE_AGENT_STORE": None}
         return [
-            testing.start_rank(rank, size, backend, 29500, overrides, self._hosts[self._places[rank]].path)
-            for rank in range(size)
+            testing.start_rank(rank, size, 29500, functools.partial(_serve_inside, host.path, backend), overrides)
+            for rank, host in enumerate(self._hosts[place] for place in self._places)
         ]
 
     def close(self) -> None:

@@ -161,13 +161,15 @@ class _State:
         if reducer is not None:
             reducer.prepare()  # a failed backward's messages come before this forward's
         tensors, complaint = self._describe(args, kwargs)
-        note = randomness.fingerprint(self.layout)
         everyone = reducer is not None and module.training
-        stranger = self._stranger(module, reducer) if is_new and reducer is not None else ""
-        if stranger and not (everyone and reducer is not None and reducer.syncs):
-            complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
+        stranger = ""
+        if is_new and reducer is not None:
+            self._prepare_parts(module)
+            stranger = self._stranger(module, reducer)
+            if stranger and not (everyone and reducer.syncs):
+                complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
         agreed = self.layout.agreement.check(
-            tensors, complaint, note, self._written.digest(), stranger, everyone=everyone
+            tensors, complaint, randomness.fingerprint(self.layout), self._written.digest(), stranger, everyone=everyone
         )
         if stranger:
             self._reducer = None
@@ -202,8 +204,7 @@ class _State:
             if named and not self._composition.is_computed:
                 # What has replaced something since `parallelize` is broadcast as well.
                 make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
-                lazy.prepare(module)
-                sync_batch_norm.prepare(module, self.layout)
+                self._prepare_parts(module)
                 self.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
                 _averaging.add(self)
@@ -252,11 +253,13 @@ class _State:
         if self._reduces is not None and self.layout.group.size() > 1:
             self._awaiting = after_backward(module.parameters(), reduce)
 
-    def _stranger(self, module: nn.Module, reducer: GradientReducer) -> str:
-        """Of a module that is made of other parts than before, a parameter that the reducer was not made for."""
+    def _prepare_parts(self, module: nn.Module) -> None:
         lazy.prepare(module)
         sync_batch_norm.prepare(module, self.layout)
         self._buffered = None
+
+    def _stranger(self, module: nn.Module, reducer: GradientReducer) -> str:
+        """A sentence on a parameter that the reducer was not made for; empty where it was made for all."""
         known = {id(parameter) for parameter in reducer.parameters}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and isinstance(parameter, nn.Parameter):

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
 import os
 import pickle
 import queue
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtp.workers import Worker
+from torchtp.workers import Main, Worker
 
 _MIN_WORKERS, _MAX_WORKERS = 8, 20  # idle pools are closed, oldest first, so that no more processes stay alive
 _WORKER_BYTES = 1 << 30  # what a worker may grow to; how much of the machine's memory is left decides between the two
@@ -87,14 +88,9 @@ def run_ranks(
 
 
 def start_rank(
-    rank: int,
-    size: int,
-    backend: str | None,
-    port: int,
-    overrides: Mapping[str, str | None] | None = None,
-    namespace: str | None = None,
+    rank: int, size: int, port: int, main: Main, overrides: Mapping[str, str | None] | None = None
 ) -> Worker:
-    """`overrides` change the environment (None removes); `namespace` is the path of a network to run in."""
+    """`main` is what it runs; `overrides` change its environment, None removes."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -106,7 +102,7 @@ def start_rank(
         "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    return Worker(rank, {**environment, **(overrides or {})}, _serve, backend or "", namespace)
+    return Worker(rank, {**environment, **(overrides or {})}, main)
 
 
 class _Pool:
@@ -123,7 +119,7 @@ class _Pool:
 
     def _start(self, size: int, backend: str | None) -> list[Worker]:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return [start_rank(rank, size, backend, self.store.port) for rank in range(size)]
+        return [start_rank(rank, size, self.store.port, functools.partial(_serve, backend)) for rank in range(size)]
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> tuple[list[Any], bool]:
         name = getattr(fn, "__qualname__", repr(fn))
@@ -226,7 +222,7 @@ _pools = _Pools()
 atexit.register(_pools.close)
 
 
-def _serve(connection: Connection, backend: str) -> None:
+def _serve(backend: str | None, connection: Connection) -> None:
     """A worker's life: initialise, then answer calls until the parent closes the connection."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -26,15 +25,12 @@ _LOG_TAIL = 8000
 # Ranks differ in what Python's seed of hashes and the places of libraries in memory decide, as they do under torchrun:
 # neighbours come from different templates.
 _NUM_TEMPLATES = 2
-_MAX_ENVIRONMENTS = 2
+_MAX_ENVIRONMENTS = 2  # whose templates are kept: that of most calls, and that of a test which changes it
 # What differs between workers, or between the calls of one program, and is read after the fork.
 _OWN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "PYTEST_CURRENT_TEST")
 _OWN_PREFIXES = ("LOCAL_", "TORCHELASTIC_")
 
-_CLONE_NEWNET = 0x40000000
-_libc = ctypes.CDLL(None, use_errno=True)
-
-Main = Callable[[Connection, str], None]
+Main = Callable[[Connection], None]
 
 
 class _Process(Protocol):
@@ -48,17 +44,15 @@ class _Process(Protocol):
 class Worker:
     """One rank's process, the connection to it and the file its output and stack dumps go to."""
 
-    def __init__(
-        self, rank: int, environment: Mapping[str, str | None], main: Main, argument: str, namespace: str | None = None
-    ):
-        """It runs main(connection, argument) in the network `namespace` (a path); `environment` changes ours, None removes."""
+    def __init__(self, rank: int, environment: Mapping[str, str | None], main: Main):
+        """It runs main(connection), which is pickled; `environment` changes ours, None removes."""
         everything = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         variables = {name: value for name, value in everything.items() if value is not None}
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         mine, theirs = socket.socketpair()
         with theirs:
             self.process: _Process = _template(rank % _NUM_TEMPLATES, variables).fork(
-                theirs.fileno(), self.log.fileno(), (os.getcwd(), list(sys.path), variables, namespace, main, argument)
+                theirs.fileno(), self.log.fileno(), (os.getcwd(), list(sys.path), variables, main)
             )
         self.connection = Connection(mine.detach())
 
@@ -95,7 +89,7 @@ class _Forked:
 
     def __init__(self, template: _Template, pid: int):
         self._template, self._pid = template, pid
-        self._fd: int | None = os.pidfd_open(pid)
+        self._fd = os.pidfd_open(pid)  # until we know how it ended
         self._status: int | None = None
 
     def send_signal(self, number: int) -> None:
@@ -107,13 +101,11 @@ class _Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if self._status is None:
-            assert self._fd is not None
             poll = select.poll()
             poll.register(self._fd, select.POLLIN)
             if not poll.poll(None if timeout is None else timeout * 1e3):
                 raise subprocess.TimeoutExpired(f"pid {self._pid}", timeout or 0.0)
             os.close(self._fd)
-            self._fd = None
             self._status = self._template.status_of(self._pid)
         return self._status
 
@@ -215,16 +207,7 @@ def _fork_on_demand(fd: int) -> None:
         connection.send(pid)
 
 
-def _become_worker(
-    fd: int,
-    log: int,
-    folder: str,
-    paths: list[str],
-    variables: dict[str, str],
-    namespace: str | None,
-    main: Main,
-    argument: str,
-) -> None:
+def _become_worker(fd: int, log: int, folder: str, paths: list[str], variables: dict[str, str], main: Main) -> None:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -235,9 +218,7 @@ def _become_worker(
         os.environ.clear()
         os.environ.update(variables)
         sys.path[:] = paths
-        if namespace is not None:
-            enter_network(namespace)
-        main(Connection(fd), argument)
+        main(Connection(fd))
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -245,13 +226,3 @@ def _become_worker(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def enter_network(namespace: str) -> None:
-    """Move this process, which has one thread, into the network namespace at this path. Raises OSError."""
-    fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if _libc.setns(fd, _CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    finally:
-        os.close(fd)

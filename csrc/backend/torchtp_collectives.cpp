@@ -1,9 +1,9 @@
 // The collectives of TorchtpBackend that move bytes: each checks its arguments at the door and says what to run.
+#include <ATen/Context.h>
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
-
-#include <ATen/Context.h>
 
 #include "backend/arguments.h"
 #include "backend/torchtp_backend.h"
@@ -40,22 +40,6 @@ TorchtpBackend::Plan TorchtpBackend::plan_allgather(const char* title, const Ten
                                                     const Tensors& inputs) const {
   const at::Tensor input = only(inputs, "allgather");
   const Tensors list = pieces_of_ranks(outputs, getSize(), getRank(), input, "allgather");
-  const auto gather_equal = [input, list](const Call& call) {
-    const Dense source(input, true);
-    DenseList gathered(list, false);
-    call.engine.allgather(call.sequence, source.data(), gathered.outputs(), input.numel(), input.scalar_type());
-    gathered.store();
-  };
-  const auto gather_unequal = [input, list](const Call& call) {
-    const Dense source(input, true);
-    DenseList gathered(list, false);
-    const std::vector<std::byte*> pieces = gathered.outputs();
-    collectives::copy_bytes(pieces[call.engine.rank()], source.data(), source.num_bytes());
-    for (int r = 0; r < call.engine.size(); ++r) {
-      call.engine.broadcast(call.sequence, pieces[r], list[r].numel(), input.scalar_type(), r);
-    }
-    gathered.store();
-  };
   const bool equal = all_of_one_length(list);
   const int64_t count = equal ? input.numel() : total_numel(list);
   return {c10d::OpType::ALLGATHER,
@@ -63,7 +47,20 @@ TorchtpBackend::Plan TorchtpBackend::plan_allgather(const char* title, const Ten
           list,
           inputs,
           fingerprint(0, Kind::kAllgather, count, input.scalar_type()),
-          equal ? std::function<void(const Call&)>(gather_equal) : gather_unequal};
+          [input, list, equal](const Call& call) {
+            const Dense source(input, true);
+            DenseList gathered(list, false);
+            const std::vector<std::byte*> pieces = gathered.outputs();
+            if (equal) {
+              call.engine.allgather(call.sequence, source.data(), pieces, input.numel(), input.scalar_type());
+            } else {
+              collectives::copy_bytes(pieces[call.engine.rank()], source.data(), source.num_bytes());
+              for (int r = 0; r < call.engine.size(); ++r) {
+                call.engine.broadcast(call.sequence, pieces[r], list[r].numel(), input.scalar_type(), r);
+              }
+            }
+            gathered.store();
+          }};
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allgather(TensorLists& outputs, Tensors& inputs,

@@ -41,28 +41,15 @@ class Reducing {
   at::Scalar factor_;
 };
 
-void reduce_equal(const Call& call, const std::vector<at::Tensor>& list, const Dense& result,
-                  const Reducing& reducing) {
-  std::vector<Dense> sources;
-  std::vector<const std::byte*> pointers;
-  for (const at::Tensor& tensor : list) {
-    sources.push_back(reducing.load(tensor));
-    pointers.push_back(sources.back().data());
-  }
-  call.engine.reduce_scatter(call.sequence, pointers, result.data(), list[0].numel(), list[0].scalar_type(),
-                             reducing.op());
-}
-
 // Pieces of other lengths for each rank, one after another: the others' are left as they are.
-void reduce_unequal(const Call& call, const std::vector<at::Tensor>& list, const Dense& result,
-                    const Reducing& reducing) {
+void reduce_unequal(const Call& call, const std::vector<Dense>& sources, const Dense& result,
+                    collectives::ReduceOp op) {
   const int rank = call.engine.rank();
-  std::vector<Dense> sources;  // all before the first is written: the result may be one of them
-  for (const at::Tensor& tensor : list) sources.push_back(reducing.load(tensor));
   for (int root = 0; root < call.engine.size(); ++root) {
+    const at::Tensor& piece = sources[root].memory();
     if (root == rank) collectives::copy_bytes(result.data(), sources[root].data(), result.num_bytes());
     std::byte* const data = root == rank ? result.data() : sources[root].data();
-    call.engine.reduce(call.sequence, data, list[root].numel(), list[root].scalar_type(), reducing.op(), root);
+    call.engine.reduce(call.sequence, data, piece.numel(), piece.scalar_type(), op, root);
   }
 }
 
@@ -168,11 +155,18 @@ TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter(Tensors& outputs, TensorL
                 list,
                 fingerprint(0, Kind::kReduceScatter, count, output.scalar_type(), reducing.op()),
                 [output, list, reducing, equal](const Call& call) {
+                  std::vector<Dense> sources;
+                  std::vector<const std::byte*> pointers;
+                  for (const at::Tensor& tensor : list) {
+                    sources.push_back(reducing.load(tensor));
+                    pointers.push_back(sources.back().data());
+                  }
                   Dense result(output, false);
                   if (equal) {
-                    reduce_equal(call, list, result, reducing);
+                    call.engine.reduce_scatter(call.sequence, pointers, result.data(), output.numel(),
+                                               output.scalar_type(), reducing.op());
                   } else {
-                    reduce_unequal(call, list, result, reducing);
+                    reduce_unequal(call, sources, result, reducing.op());
                   }
                   result.store();
                 }};

@@ -32,7 +32,6 @@ class Explorer {
   struct Program {
     int num_ranks = 0;
     int victim = -1;                      // may die before any access
-    std::function<void()> reset;          // all shared words are zero again; called once, before the first rank runs
     std::vector<Bytes> memory;            // all that ranks change beside their stacks
     std::function<void(int)> run;         // one rank; an exception that leaves it is a failure
     std::function<void()> check_the_end;  // all have ended or died
@@ -176,7 +175,6 @@ inline void Explorer::begin() {
   words_ = 0;
   running_ = -1;
   failure_.clear();
-  program_.reset();
   for (size_t i = 0; i < ranks_.size(); ++i) {
     Rank& rank = ranks_[i] = {};
     char* const stack = stacks_.data() + i * kStackBytes;

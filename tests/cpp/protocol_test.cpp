@@ -49,13 +49,21 @@ struct Stopped : std::exception {
 // What shm::Group does, on words of the model.
 class Team {
  public:
-  explicit Team(const Case& c) : case_(c) {}
+  explicit Team(const Case& c) : case_(c) {
+    if (!troubled()) control_.abort_state.set_writer(Model::kNobody);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      RankControlOf<Model>& own = control_.ranks[rank];
+      own.left.set_writer(case_.leave ? rank : Model::kNobody);
+      own.bells[static_cast<int>(Channel::kRound)].sleepers.set_writer(rank);
+      for (auto& bell : own.bells) bell.rung.set_counter();
+      for (auto& announcement : own.announcements) announcement.round.set_writer(rank);
+    }
+  }
 
   uint64_t explore() {
     Explorer::Program program;
     program.num_ranks = kRanks;
     program.victim = case_.victim;
-    program.reset = [this] { reset(); };
     program.memory = {{&control_, offsetof(ControlOf<Model>, ranks) + kRanks * sizeof(RankControlOf<Model>)},
                       {&slots_, sizeof(slots_)},
                       {&ends_, sizeof(ends_)},
@@ -73,20 +81,6 @@ class Team {
     bool stopped = false;
     char cause = 0;  // 0: nobody told one
   };
-
-  void reset() {
-    if (!troubled()) control_.abort_state.set_writer(Model::kNobody);
-    for (int rank = 0; rank < kRanks; ++rank) {
-      RankControlOf<Model>& own = control_.ranks[rank];
-      own.left.set_writer(case_.leave ? rank : Model::kNobody);
-      own.bells[static_cast<int>(Channel::kRound)].sleepers.set_writer(rank);
-      for (auto& bell : own.bells) bell.rung.set_counter();
-      for (auto& announcement : own.announcements) announcement.round.set_writer(rank);
-    }
-    std::memset(slots_, 0, sizeof(slots_));
-    for (End& end : ends_) end = {};
-    for (auto& nap : naps_) nap.reset();
-  }
 
   void run(int rank) {
     Protocol<Model> protocol(control_, rank, kRanks);
@@ -261,7 +255,7 @@ class Team {
 
   const Case case_;
   ControlOf<Model> control_{};
-  int slots_[2][kRanks];
+  int slots_[2][kRanks] = {};
   End ends_[kRanks];
   std::optional<uint64_t> naps_[kRanks];  // what its bell had rung when the rank said that it sleeps
 };
@@ -284,7 +278,6 @@ uint64_t explore_board(BoardMistake mistake) {
   };
   Explorer::Program program;
   program.num_ranks = kRanks;
-  program.reset = [] {};
   program.memory = {{&board, sizeof(board)}};
   program.run = [&](int rank) {
     for (uint64_t version = 1; version <= 2; ++version) {
