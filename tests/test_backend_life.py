@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -184,3 +186,22 @@ def _calls_of_a_forked_child():
 def test_a_forked_child_cannot_make_the_calls_of_its_rank():
     for told in run_ranks(_calls_of_a_forked_child, 2, backend="torchtp"):
         assert len(told) == 3 and all("was forked from a rank" in error for error in told), told
+
+
+_FORKS = """
+import os, sys
+import torch, torch.distributed as dist, torchtp
+dist.init_process_group("torchtp", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4), async_op=True).wait()  # starts a thread, which no child has
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_that_ends_as_a_program_does_waits_for_no_thread_of_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "7", done.stderr

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from test_backend_errors import _error_of
 from test_backend_faults import Store, at_call
+from test_backend_signals import Impatient, raise_impatience, ticking
 
 from torchtp import testing
 from torchtp.namespaces import Hosts, why_not
@@ -187,6 +188,33 @@ def test_a_host_whose_network_is_down_is_an_error_that_stays(pairs):
     for first, second in pairs.run(_link_down):
         assert "timeout" in first and "another host" in first, first
         assert first == second
+
+
+def _interrupted(waits):
+    """Rank 0 is interrupted while it waits for the other host."""
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group()
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(100_000), group=group),
+        "wait": lambda: dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait(),
+        "recv": lambda: dist.recv(torch.ones(4), 3, group=group),
+    }
+    if dist.get_rank() == 0:
+        with ticking(raise_impatience), pytest.raises(Impatient):
+            calls[waits]()
+        store.set(f"raised in {waits}", "yes")
+    elif waits != "recv" and dist.get_rank() == 1:
+        return _error_of(calls[waits])
+    else:
+        store.wait([f"raised in {waits}"])
+    return _until_it_fails(group, 3)  # what the first host sent before may end the other's first call well
+
+
+@pytest.mark.parametrize("waits", ["all_reduce", "wait", "recv"])
+def test_what_a_signal_handler_raises_ends_the_group_on_every_host(pairs, waits):
+    errors = pairs.run(_interrupted, waits)
+    assert all(
+        "rank 0 was interrupted by a signal (Impatient: no longer) while it waited in" in str(error) for error in errors
+    ), errors
 
 
 def _late():

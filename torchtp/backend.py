@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import datetime
 import functools
@@ -21,6 +22,7 @@ _TEST_INNER = "TORCHTP_TEST_INNER"
 _NCCL_PATIENCE = datetime.timedelta(seconds=10)
 
 _fork_guard = _C.ForkGuard()
+_open_groups = _C.OpenGroups()
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -88,7 +90,7 @@ def _make(
 
     make_group = functools.partial(_make, backend_options)  # for groups that are split off, or merged with others
     return _C.TorchtpBackend(
-        store, rank, size, timeout, name, global_ranks, inner, make_group, trace.calls, _fork_guard
+        store, rank, size, timeout, name, global_ranks, inner, make_group, trace.calls, _fork_guard, _open_groups
     )
 
 
@@ -119,11 +121,12 @@ def register() -> None:
     """Make `init_process_group("torchtp")` known to torch.distributed; harmless when it is known already."""
     if dist.is_available():
         dist.Backend.register_backend("torchtp", create, extended_api=True, devices=["cpu", "cuda"])
-        _guard_forks()
+        _look_after_process()
 
 
 @functools.cache
-def _guard_forks() -> None:
+def _look_after_process() -> None:
+    atexit.register(_open_groups.end)  # before Python begins to end
     os.register_at_fork(
         before=_fork_guard.before_fork,
         after_in_parent=_fork_guard.after_fork_in_parent,

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -77,6 +78,8 @@ class Engine {
   virtual bool aborted() const noexcept = 0;
   virtual void check() const = 0;                           // throws the first cause of an abort
   virtual void abort(const std::string& why) noexcept = 0;  // never blocks; the first cause wins
+  // For waits that the floors below do not see: see shm::GroupOptions. `where`: "allreduce #7".
+  virtual void handle_signals(const std::function<std::string()>& where) { host()->handle_signals(where); }
   // Unfinished messages fail, and this rank leaves the group. Without Python's lock.
   virtual void stop() = 0;
 };

@@ -12,8 +12,9 @@ namespace {
 using std::chrono::milliseconds;
 using State = net::Mail::State;
 
-constexpr milliseconds kLook{20};       // how often a wait looks after the group
-constexpr int kLooksOfLongWait = 5;     // after so many a wait is told to the other ranks of this host
+constexpr milliseconds kLook{20};    // how often a wait looks after the group
+constexpr int kLooksOfLongWait = 5;  // after so many a wait is told to the other ranks of this host
+constexpr int kLooksBetweenSignals = 5;
 constexpr milliseconds kTellTime{300};  // for telling a cause, and for hearing it
 constexpr milliseconds kGoodbyeTime{1000};
 
@@ -122,6 +123,7 @@ int HostLinks::wait_to_the_end(const Message& message, const Deadline& deadline,
       fail(cat("timeout passed on rank ", rank_, " while it waited for ", name_of(message.peer), ", in ", call,
                is_elsewhere(message.peer) ? ": its network is down, its host is gone, or it is late" : ": it is late"));
     }
+    if (looks % kLooksBetweenSignals == 0) host_->handle_signals([&] { return call; });
     if (looks == kLooksOfLongWait) long_wait.tell({call, message.peer < 0 ? "a rank" : cat("rank ", message.peer)});
   }
   long_wait.end();

@@ -33,7 +33,7 @@ bool HostMessage::wait(std::chrono::milliseconds timeout) {
     begin_wait();
     finish(timeout == kNoTimeout ? timeout_ : timeout);
   }
-  return Work::wait(kNoTimeout);
+  return wait_for_others(kNoTimeout);
 }
 
 void HostMessage::finish(std::chrono::milliseconds timeout) {

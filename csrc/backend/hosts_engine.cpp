@@ -88,6 +88,15 @@ void HostsEngine::abort(const std::string& why) noexcept {
   links_->close(why);
 }
 
+void HostsEngine::handle_signals(const std::function<std::string()>& where) {
+  try {
+    host_->handle_signals(where);
+  } catch (...) {
+    links_->close_if_aborted();
+    throw;
+  }
+}
+
 void HostsEngine::stop() {
   if (host_->is_forked()) return;
   watch_->stop();

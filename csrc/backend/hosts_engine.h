@@ -60,6 +60,7 @@ class HostsEngine : public Engine {
   bool aborted() const noexcept override { return host_->aborted(); }
   void check() const override { host_->check(); }
   void abort(const std::string& why) noexcept override;
+  void handle_signals(const std::function<std::string()>& where) override;
   void stop() override;
   // Whether a rank's connections have ended without a word; `rank` is another.
   bool has_lost(int rank) const { return links_->has_lost(rank); }

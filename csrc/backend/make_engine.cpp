@@ -9,6 +9,7 @@
 
 #include "backend/hosts_engine.h"
 #include "backend/shared_memory_engine.h"
+#include "backend/signal_handlers.h"
 #include "backend/store_bootstrap.h"
 #include "backend/work.h"
 #include "core/error.h"
@@ -90,18 +91,21 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
 }  // namespace
 
 MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options) {
+  std::optional<StoreBootstrap> met;
   try {
-    StoreBootstrap bootstrap(store, rank, size, options.timeout);
+    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout);
     shm::GroupOptions group_options;
     group_options.timeout = options.timeout;
     group_options.name = options.group_name;
     group_options.whereabouts = options.whereabouts;
     group_options.describe = collectives::describe;
+    group_options.handle_signals = run_signal_handlers;
     const auto hosts =
         shm::find_hosts(bootstrap, Deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestSearch)));
     if (hosts.size() > 1) return {make_hosts_engine(bootstrap, hosts, group_options, options), bootstrap.prefix()};
     return {std::make_shared<SharedMemoryEngine>(shm::Group::create(bootstrap, group_options)), bootstrap.prefix()};
   } catch (...) {
+    if (met && met->interruption()) std::rethrow_exception(met->interruption());
     std::rethrow_exception(as_dist_error(std::current_exception()));
   }
 }

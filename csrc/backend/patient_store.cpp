@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include "backend/signal_handlers.h"
 #include "backend/work.h"
+#include "core/deadline.h"
 #include "core/format.h"
 
 namespace torchtp::backend {
@@ -61,7 +63,13 @@ void PatientStore::ask(Step step) {
     state_->error.clear();
     state_->step = std::move(step);
     state_->changed.notify_all();
-    if (state_->changed.wait_for(lock, timeout_, is_done)) {
+    const Deadline deadline(timeout_);
+    while (!state_->changed.wait_for(lock, kBetweenSignals, is_done) && !deadline.passed()) {
+      lock.unlock();
+      run_signal_handlers();
+      lock.lock();
+    }
+    if (is_done()) {
       if (!state_->error.empty())
         throw StoreError(cat(kTheStore, "failed: ", state_->error, " (rank 0 or torchrun serves it)"));
       return;

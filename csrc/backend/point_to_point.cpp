@@ -29,7 +29,7 @@ class Message : public MessageWork {
       if (claim()) finish_claimed();
       *waiting_ = false;
     }
-    return Work::wait(timeout);
+    return wait_for_others(timeout);
   }
 
   int sourceRank() const override { return peer_; }

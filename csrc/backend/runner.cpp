@@ -2,6 +2,9 @@
 
 #include <utility>
 
+#include "backend/signal_handlers.h"
+#include "core/fork_guard.h"
+
 namespace torchtp::backend {
 
 thread_local Runner::State* Runner::own_state_ = nullptr;
@@ -10,23 +13,28 @@ Runner::Runner() : state_(std::make_shared<State>()) {}
 
 Runner::~Runner() { stop(); }
 
-void Runner::submit(std::function<void()> task) {
+bool Runner::submit(std::function<void()> task) {
   std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->stopping) return false;
   state_->queue.push_back(std::move(task));
-  if (!worker_.joinable() && !state_->stopping) {
-    worker_ = std::thread([state = state_] { work(state); });
-  }
+  if (!worker_.joinable()) worker_ = std::thread([state = state_] { work(state); });
   state_->changed.notify_all();
+  return true;
 }
 
-void Runner::run(const std::function<void()>& task) {
+void Runner::run(const std::function<void()>& task, const std::function<void()>& look) {
   // A callback of an asynchronous task, still on the worker: waiting for that task to end would be waiting for oneself.
   if (own_state_ == state_.get()) {
     catch_up([] { return false; });
     return task();
   }
   std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->changed.wait(lock, [&] { return !state_->busy && state_->queue.empty(); });
+  const auto is_free = [&] { return !state_->busy && state_->queue.empty(); };
+  while (!state_->changed.wait_for(lock, kBetweenSignals, is_free)) {
+    lock.unlock();
+    look();
+    lock.lock();
+  }
   state_->busy = true;
   lock.unlock();
   task();
@@ -47,6 +55,11 @@ void Runner::stop() {
   } else {
     worker_.join();
   }
+}
+
+void Runner::leave_as_it_is() {
+  if (worker_.joinable()) worker_.detach();
+  ForkGuard::leave_as_it_is(std::exchange(state_, std::make_shared<State>()));
 }
 
 void Runner::catch_up(const std::function<bool()>& is_done) {

@@ -18,14 +18,17 @@ class Runner {
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;
 
-  void submit(std::function<void()> task);
-  void run(const std::function<void()>& task);
+  bool submit(std::function<void()> task);  // false after stop(): it will not run
+  // `look` is called some ten times a second while others are to be done first; where it throws, the task will not run.
+  void run(const std::function<void()>& task, const std::function<void()>& look);
   static bool on_worker() { return own_state_ != nullptr; }
   // On a worker: runs what is queued, in order, until `is_done()` or nothing is left. A callback of one task may wait
   // for a later one, which nobody else would run. On any other thread it does nothing.
   static void catch_up(const std::function<bool()>& is_done);
   // Runs what was submitted, then ends the worker. Must not be called with Python's lock held.
   void stop();
+  // Instead, in a forked child, where the worker is not.
+  void leave_as_it_is();
 
  private:
   // Shared with the worker: the last reference to a group may be dropped by a callback on the worker itself, which then

@@ -13,13 +13,16 @@
 #include "collectives/reduce.h"
 #include "collectives/reduce_scatter.h"
 #include "collectives/scatter.h"
+#include "core/fork_guard.h"
 #include "exchange/shm_exchange.h"
 
 namespace torchtp::backend {
 
 SharedMemoryEngine::SharedMemoryEngine(std::shared_ptr<shm::Group> group) : group_(std::move(group)) {}
 
-SharedMemoryEngine::~SharedMemoryEngine() = default;
+SharedMemoryEngine::~SharedMemoryEngine() {
+  if (group_->is_forked()) ForkGuard::leave_as_it_is(std::move(messages_));
+}
 
 void SharedMemoryEngine::allreduce(uint64_t sequence, std::byte* data, int64_t count, at::ScalarType dtype,
                                    ReduceOp op) {
@@ -104,6 +107,7 @@ void SharedMemoryEngine::check() const { group_->check(); }
 void SharedMemoryEngine::abort(const std::string& why) noexcept { group_->abort(why); }
 
 void SharedMemoryEngine::stop() {
+  if (group_->is_forked()) return;
   std::unique_ptr<PointToPoint> messages;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "backend/signal_handlers.h"
 #include "core/deadline.h"
 #include "core/format.h"
 
@@ -52,6 +53,7 @@ StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
   const auto place = std::find(members.begin(), members.end(), rank_) - members.begin();
   StoreBootstrap some(store_, static_cast<int>(place), static_cast<int>(members.size()), timeout_,
                       prefix_ + "/from" + std::to_string(members[0]), members);
+  some.interruption_ = interruption_;
   if (has_died_) some.watch([all = has_died_, members](int member) { return all(members[member]); });
   return some;
 }
@@ -79,6 +81,7 @@ void StoreBootstrap::wait_for(int rank) {
     look_at(rank, rank);
     if (next_look.passed()) {
       look_around(rank);
+      handle_signals();
       next_look = Deadline(kBetweenLooks);
     }
     if (deadline.passed()) {
@@ -112,6 +115,18 @@ void StoreBootstrap::look() {
     if (has_died_ && has_died_(rank)) give_up_for(rank);
   }
   read_why_others_gave_up();
+  handle_signals();
+}
+
+void StoreBootstrap::handle_signals() {
+  try {
+    run_signal_handlers();
+  } catch (const std::exception& error) {
+    tell(cat("rank ", names_[rank_], " was interrupted by a signal (", error.what(),
+             ") while the group was being made"));
+    *interruption_ = std::current_exception();
+    throw;
+  }
 }
 
 // For those who cannot see the reason themselves.
@@ -133,13 +148,17 @@ std::string StoreBootstrap::ended() const {
 }
 
 void StoreBootstrap::give_up(const std::string& why) {
+  tell(why);
+  throw Error(why);
+}
+
+void StoreBootstrap::tell(const std::string& why) {
   try {
     store_->set(prefix_ + kGaveUp, why);
     store_->has(prefix_ + kGaveUp);  // TCPStore sends what is set without an answer: who ends now might take it along
   } catch (const StoreError&) {
     // What has failed first matters more.
   }
-  throw Error(why);
 }
 
 std::string StoreBootstrap::key(int rank) const {

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -28,6 +29,9 @@ class StoreBootstrap : public shm::Bootstrap {
   // For a rank that waits for something else while the group is made: throws what has put an end to that.
   void look();
 
+  // What a handler of the program's signals has raised, if one has: a wait that it ended may have turned it into words.
+  std::exception_ptr interruption() const { return *interruption_; }
+
   const std::string& prefix() const { return prefix_; }  // of the keys of this generation
 
   // Of some of the ranks, whose place in `members` is their rank; made by those alone.
@@ -41,6 +45,8 @@ class StoreBootstrap : public shm::Bootstrap {
   void look_at(int rank, int awaited);
   void look_around(int awaited);
   void read_why_others_gave_up();
+  void handle_signals();
+  void tell(const std::string& why);
   std::string ended() const;
   [[noreturn]] void give_up_for(int rank);
   [[noreturn]] void give_up(const std::string& why);
@@ -54,6 +60,7 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
   std::function<bool(int)> has_died_;
+  std::shared_ptr<std::exception_ptr> interruption_ = std::make_shared<std::exception_ptr>();
 };
 
 }  // namespace torchtp::backend

@@ -1,8 +1,6 @@
 #include "backend/torchtp_backend.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <optional>
@@ -11,14 +9,14 @@
 #include "backend/arguments.h"
 #include "backend/comms_event.h"
 #include "backend/device_work.h"
-#include "backend/gil.h"
 #include "backend/label.h"
 #include "backend/recorded_exchange.h"
+#include "backend/signal_handlers.h"
 #include "backend/work.h"
 #include "collectives/call.h"
 #include "core/clock.h"
 #include "core/error.h"
-#include "core/memory_left.h"
+#include "core/format.h"
 
 namespace torchtp::backend {
 namespace {
@@ -31,11 +29,13 @@ void check(const Engine& engine) {
   }
 }
 
-// Before any lock: one that another thread held when this process was forked is held here for ever.
-void check_not_forked(const Engine& engine) {
+// Before any lock: one that another thread held when this process was forked is held here for ever, and one that this
+// thread holds stays held as long as its signal handler runs.
+void check_caller(const Engine& engine) {
   TORCH_CHECK_WITH(DistBackendError, !engine.host()->is_forked(),
                    "torchtp: this process was forked from a rank of the process group and is not that rank; make a "
                    "process group of its own, or have the parent make the call");
+  refuse_in_signal_handler("the process group");
 }
 
 // `posting_ns`: what the call itself took.
@@ -69,11 +69,12 @@ TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int
       device_(std::make_shared<DeviceGroup>(std::move(make_device_group), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(
           Recorder::Identity{options_->group_name, rank, size, options_->global_ranks_in_group})),
-      trace_(std::move(trace)) {
+      trace_(std::move(trace)),
+      lifetime_(std::make_shared<Lifetime>(engine_, device_)) {
   if (trace_) trace_->add(recorder_);
 }
 
-TorchtpBackend::~TorchtpBackend() { shutdown(); }
+TorchtpBackend::~TorchtpBackend() = default;
 
 std::shared_ptr<exchange::Exchange> TorchtpBackend::exchange() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -125,47 +126,12 @@ c10d::ErrorType TorchtpBackend::getError() {
   return engine_->aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-at::Tensor TorchtpBackend::allocateTensor(long size, at::TensorOptions options) {
-  const size_t num_bytes = size * options.dtype().itemsize();
-  if (!options.device().is_cpu()) {
-    // An inner backend may have to connect all ranks to register memory: only when all have used it already.
-    const auto inner = device_->takes(options.device()) ? device_->made() : nullptr;
-    const bool registers = inner && is_announced() && inner->supportsTensorAlloc(options.device().index());
-    return registers ? inner->allocateTensor(size, options) : at::empty({size}, options);
-  }
-  if (num_bytes == 0) return at::empty({size}, options);
-  try {
-    std::byte* memory = engine_->host()->allocate(num_bytes);
-    return at::from_blob(
-        memory, {size}, [group = engine_->host()](void* pointer) { group->free(static_cast<std::byte*>(pointer)); },
-        options);
-  } catch (const OutOfMemory&) {  // ordinary memory would be a promise that nobody can keep
-    std::rethrow_exception(as_dist_error(std::current_exception()));
-  } catch (const Error& error) {
-    TORCH_WARN_ONCE("torchtp gives ordinary memory instead of shared memory, which costs a copy in collectives: ",
-                    error.what());
-    return at::empty({size}, options);
-  }
-}
-
-std::shared_ptr<c10::Allocator> TorchtpBackend::getMemAllocator() { return device_->get()->getMemAllocator(); }
-
 void TorchtpBackend::abort() {
   engine_->abort("rank " + std::to_string(getRank()) + " called abort()");
   device_->abort();
 }
 
-void TorchtpBackend::shutdown() {
-  GilRelease release;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-  }
-  runner_.stop();
-  device_->close();
-  engine_->stop();
-}
+void TorchtpBackend::shutdown() { lifetime_->end(); }
 
 std::function<void()> TorchtpBackend::task(uint64_t sequence, uint64_t number, std::chrono::milliseconds timeout,
                                            std::function<void(const Call&)> body,
@@ -224,7 +190,7 @@ DeviceGroup::BackendPtr TorchtpBackend::inner_for(const at::Device& device) cons
 TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::milliseconds timeout,
                                                const std::function<Plan()>& make,
                                                const std::function<WorkPtr(Inner&)>& inner) {
-  check_not_forked(*engine_);
+  check_caller(*engine_);
   Plan plan;
   DeviceGroup::BackendPtr inner_backend;
   std::exception_ptr refusal;
@@ -241,7 +207,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
   {
     // Under the mutex: the order of sequence numbers is the order of the queue.
     std::unique_lock<std::mutex> lock(mutex_);
-    TORCH_CHECK_WITH(DistBackendError, !closed_, "torchtp: the process group has been shut down");
+    lifetime_->check();
     sequence = sequence_++;
     if (timeout < std::chrono::milliseconds::zero()) timeout = options_->timeout;
     if (refusal) {
@@ -251,7 +217,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
       Operation refused;
       refused.sequence = sequence;
       refused.op = "refused";
-      runner_.submit(task(sequence, recorder_->call(refused), timeout, refuse, [](std::exception_ptr) {}));
+      lifetime_->submit(task(sequence, recorder_->call(refused), timeout, refuse, [](std::exception_ptr) {}));
       std::rethrow_exception(refusal);
     }
     event.emplace(recorder_->identity(), getGroupDesc(),
@@ -264,17 +230,18 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
     } else {
       work = c10::make_intrusive<TorchtpWork>(getRank(), plan.op, plan.title, sequence, std::move(plan.outputs),
                                               plan.inputs);
+      work->belongs_to(engine_);
       run = task(sequence, number, timeout, std::move(plan.body),
                  [work](std::exception_ptr error) { work->complete(error); });
       if (asynchronous) {
-        runner_.submit(std::move(run));
+        lifetime_->submit(std::move(run));
         if (coalescing_) coalesced_.push_back(work);
         return work;
       }
     }
   }
   if (inner_backend) return on_device(*inner_backend, plan.op, sequence, asynchronous, inner);
-  runner_.run(run);
+  lifetime_->run(sequence, run);
   return work;
 }
 
@@ -289,9 +256,9 @@ void TorchtpBackend::announce(std::unique_lock<std::mutex>& lock, const shm::Fin
         *failed = error;
         if (error) device->abort();
       });
-  if (std::exchange(announced_, true)) return runner_.submit(std::move(agree));
+  if (std::exchange(announced_, true)) return lifetime_->submit(std::move(agree));
   lock.unlock();
-  runner_.run(agree);
+  lifetime_->run(print.sequence, agree);
   if (*failed) std::rethrow_exception(*failed);
 }
 
@@ -331,9 +298,8 @@ void TorchtpBackend::check_root(int64_t root, const char* what) const {
 }
 
 void TorchtpBackend::check_open() {
-  check_not_forked(*engine_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK_WITH(DistBackendError, !closed_, "torchtp: the process group has been shut down");
+  check_caller(*engine_);
+  lifetime_->check();
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tensor& tensor, const MessageTo& to,
@@ -360,6 +326,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tenso
     end_message(*recorder_, trace_.get(), recorder_->call(operation), {std::current_exception()}, 0);
     throw;
   }
+  work->belongs_to(engine_);
   const int64_t spent_ns = now_ns() - operation.called_ns;
   work->observe([recorder = recorder_, trace = trace_, number = recorder_->call(operation),
                  spent_ns](const MessageEnd& end) { end_message(*recorder, trace.get(), number, end, spent_ns); });

@@ -12,9 +12,9 @@
 
 #include "backend/device_group.h"
 #include "backend/engine.h"
+#include "backend/lifetime.h"
 #include "backend/make_engine.h"
 #include "backend/record.h"
-#include "backend/runner.h"
 #include "backend/trace.h"
 
 namespace torchtp::backend {
@@ -52,6 +52,8 @@ class TorchtpBackend : public c10d::Backend {
 
   // The ranks of each host, as they were found.
   std::vector<std::vector<int>> hosts() const { return engine_->hosts(); }
+
+  const std::shared_ptr<Lifetime>& lifetime() const { return lifetime_; }
 
   // For tests on machines without a card: tensors of that device go to the inner backend from now on.
   void set_inner_device(c10::DeviceType type);
@@ -167,13 +169,12 @@ class TorchtpBackend : public c10d::Backend {
   const std::shared_ptr<Trace> trace_;
   std::mutex mutex_;  // of the members below
   uint64_t sequence_ = 0;
-  bool closed_ = false;
   bool coalescing_ = false;
   bool inner_coalescing_ = false;
   bool announced_ = false;  // a call on a device has been made
   std::vector<WorkPtr> coalesced_;
   std::shared_ptr<exchange::Exchange> exchange_;
-  Runner runner_;
+  const std::shared_ptr<Lifetime> lifetime_;  // the last member: it ends before what its tasks know
 };
 
 }  // namespace torchtp::backend

@@ -2,14 +2,23 @@
 
 #include <ATen/core/jit_type.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "backend/comms_event.h"
+#include "backend/engine.h"
 #include "backend/gil.h"
 #include "backend/runner.h"
+#include "backend/signal_handlers.h"
+#include "core/deadline.h"
 #include "core/error.h"
+#include "core/format.h"
+#include "core/process.h"
 
 namespace torchtp::backend {
 namespace {
+
+constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
 c10::intrusive_ptr<c10::ivalue::Future> make_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
@@ -42,7 +51,25 @@ void TorchtpWork::catch_up() {
 
 bool TorchtpWork::wait(std::chrono::milliseconds timeout) {
   catch_up();
-  return Work::wait(timeout);
+  return wait_for_others(timeout);
+}
+
+bool TorchtpWork::wait_for_others(std::chrono::milliseconds timeout) {
+  const auto engine = engine_.lock();
+  if (!engine || !on_main_thread()) return Work::wait(timeout);
+  const auto where = [&] { return cat(name_of(retrieveOpType()), " #", sequence_); };
+  const Deadline deadline(timeout == kNoTimeout ? kForever : timeout);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto is_done = [&] { return completed_; };
+  while (!cv_.wait_for(lock, std::min<std::chrono::nanoseconds>(kBetweenSignals, deadline.left()), is_done)) {
+    if (deadline.passed()) return Work::wait(std::chrono::milliseconds(1));
+    lock.unlock();
+    refuse_in_signal_handler("wait()");
+    engine->handle_signals(where);
+    lock.lock();
+  }
+  lock.unlock();
+  return Work::wait(kNoTimeout);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchtpWork::getFuture() {

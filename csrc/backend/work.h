@@ -2,12 +2,17 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torchtp::backend {
+
+class Engine;
 
 // What a torchtp call returns. Complete when complete() was called; errors arrive at wait() and in the future.
 class TorchtpWork : public c10d::Work {
@@ -17,16 +22,23 @@ class TorchtpWork : public c10d::Work {
 
   void complete(std::exception_ptr error);
 
+  // Of whose work this is: a wait on the main thread handles the program's signals, which may end the group.
+  void belongs_to(std::weak_ptr<Engine> engine) { engine_ = std::move(engine); }
+
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return sequence_; }
+
+ protected:
+  bool wait_for_others(std::chrono::milliseconds timeout);  // whoever completes it does so without this thread
 
  private:
   void settle(c10::ivalue::Future& future) const;
   void catch_up();
 
   const uint64_t sequence_;
+  std::weak_ptr<Engine> engine_;
   const std::vector<at::Tensor> outputs_;
   std::mutex future_mutex_;
   bool done_ = false;

@@ -4,6 +4,7 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/open_groups.h"
 #include "backend/torchtp_backend.h"
 
 namespace torchtp::bindings {
@@ -18,6 +19,10 @@ void bind_backend(pybind11::module_& m) {
       .def("after_fork_in_parent", &ForkGuard::after_fork_in_parent)
       .def("after_fork_in_child", &ForkGuard::after_fork_in_child);
 
+  py::class_<backend::OpenGroups, std::shared_ptr<backend::OpenGroups>>(m, "OpenGroups")
+      .def(py::init())
+      .def("end", &backend::OpenGroups::end, py::call_guard<py::gil_scoped_release>());
+
   // torch._C's classes (Backend, Store) must be registered before the class that derives from one.
   py::module_::import("torch.distributed");
   py::class_<TorchtpBackend, c10d::Backend, c10::intrusive_ptr<TorchtpBackend>>(m, "TorchtpBackend")
@@ -25,16 +30,19 @@ void bind_backend(pybind11::module_& m) {
                        std::chrono::milliseconds timeout, const std::string& group_name,
                        const std::vector<uint64_t>& global_ranks, backend::DeviceGroup::Make make_device_group,
                        TorchtpBackend::MakeGroup make_group, std::shared_ptr<backend::Trace> trace,
-                       std::shared_ptr<ForkGuard> fork_guard) {
+                       std::shared_ptr<ForkGuard> fork_guard, const std::shared_ptr<backend::OpenGroups>& open_groups) {
              auto options = c10::make_intrusive<TorchtpBackend::Options>(timeout);
              options->group_name = group_name;
              options->global_ranks_in_group = global_ranks;
-             return c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
-                                                        std::move(make_group), std::move(trace), std::move(fork_guard));
+             auto made =
+                 c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
+                                                     std::move(make_group), std::move(trace), std::move(fork_guard));
+             if (open_groups) open_groups->add(made->lifetime());
+             return made;
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
            py::arg("global_ranks"), py::arg("make_device_group"), py::arg("make_group"), py::arg("trace") = nullptr,
-           py::arg("fork_guard") = nullptr, py::call_guard<py::gil_scoped_release>())
+           py::arg("fork_guard") = nullptr, py::arg("open_groups") = nullptr, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("hosts", &TorchtpBackend::hosts)
       .def_property_readonly("options", &TorchtpBackend::getBackendOptions)
       .def(

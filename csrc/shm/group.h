@@ -56,6 +56,9 @@ struct GroupOptions {
   std::function<std::string(const Fingerprint&, const std::string& label)> describe;
   std::function<void(const std::string&)> warn;  // takes reports of stalls; without it they go to stderr
   std::shared_ptr<Whereabouts> whereabouts;      // of this process; without it peers are not told where it waits
+  // Called about ten times a second by whoever waits long, on its thread, to let the program handle signals. What it
+  // throws ends the wait, and with it the group: "rank 0 was interrupted by a signal (<what()>) while ...".
+  std::function<void()> handle_signals;
 };
 
 // Independent conversations of one group; each may be held by another thread.
@@ -166,6 +169,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void notify(int peer, Channel channel) const;  // after a sequentially consistent store the peer may wait for
   RingWriter ring_to(int peer, Channel channel) const;
   RingReader ring_from(int peer, Channel channel) const;
+  void handle_signals(const std::function<std::string()>& where);  // for waits elsewhere; see GroupOptions
 
  private:
   class Arrival;

@@ -27,6 +27,7 @@ constexpr auto kYieldTime = milliseconds(1);
 constexpr auto kFirstNap = milliseconds(2);
 constexpr auto kLongWait = milliseconds(100);   // is told to the peers, of all groups
 constexpr auto kLongestNap = milliseconds(25);  // a death is noticed so soon at the latest
+constexpr auto kBetweenSignals = milliseconds(100);
 
 // Tells the processor that this is a spinning loop.
 void pause_briefly() {
@@ -87,6 +88,7 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
     long_wait.tell(std::move(wait));
   };
   bool reported = false;
+  Deadline next_signals(kBetweenSignals);
   nanoseconds longest = kFirstNap / 2;
   const auto look = [&] {
     look_for_trouble(awaited);
@@ -100,11 +102,28 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
       report(stall.describe(awaited, in_words(stall.age())));
     }
     longest = std::min<nanoseconds>(2 * longest, kLongestNap);
-    return std::min(longest, deadline.left());
+    const nanoseconds nap = std::min(longest, deadline.left());
+    if (next_signals.passed()) {  // last: a handler may take its time
+      handle_signals([&] { return awaited.describe(); });
+      next_signals = Deadline(kBetweenSignals);
+      return std::min<nanoseconds>(nap, kFirstNap);
+    }
+    return nap;
   };
   protocol_->sleep_until(channel, [&] { return awaited.ready(); }, look);
   long_wait.end();
   if (reported) report(cat(awaited.describe(), " goes on after ", in_words(stall.age())));
+}
+
+void Group::handle_signals(const std::function<std::string()>& where) {
+  if (!options_.handle_signals) return;
+  try {
+    options_.handle_signals();
+  } catch (const std::exception& error) {
+    abort(
+        cat("rank ", called(rank_), " was interrupted by a signal (", error.what(), ") while it waited in ", where()));
+    throw;
+  }
 }
 
 void Group::report(const std::string& what) const {

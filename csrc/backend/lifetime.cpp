@@ -1,0 +1,57 @@
+#include "backend/lifetime.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+#include <utility>
+
+#include "backend/gil.h"
+#include "backend/signal_handlers.h"
+#include "core/format.h"
+
+namespace torchtp::backend {
+
+Lifetime::Lifetime(std::shared_ptr<Engine> engine, std::shared_ptr<DeviceGroup> device)
+    : engine_(std::move(engine)), device_(std::move(device)) {}
+
+Lifetime::~Lifetime() {
+  try {
+    end();
+  } catch (...) {  // interrupted: it has ended all the same
+  }
+}
+
+void Lifetime::check() const {
+  TORCH_CHECK_WITH(DistBackendError, !over_, "torchtp: the process group has been shut down");
+}
+
+void Lifetime::submit(std::function<void()> task) {
+  if (!runner_.submit(std::move(task))) check();
+}
+
+void Lifetime::run(uint64_t sequence, const std::function<void()>& task) {
+  const auto where = [&] { return cat("the queue before call #", sequence); };
+  runner_.run(task, [&] { engine_->handle_signals(where); });
+}
+
+void Lifetime::end() {
+  if (in_signal_handler()) {  // of a wait in this group, maybe: it ends by this, and the group when it can
+    return engine_->abort(cat("rank ", engine_->rank(), " shut the group down in a signal handler"));
+  }
+  if (engine_->host()->is_forked()) return runner_.leave_as_it_is();
+  const GilRelease release;
+  if (over_.exchange(true)) return;
+  std::exception_ptr interruption;
+  try {
+    const auto where = [] { return std::string("the end of the group"); };
+    if (!Runner::on_worker()) runner_.run([] {}, [&] { engine_->handle_signals(where); });
+  } catch (...) {
+    interruption = std::current_exception();
+  }
+  runner_.stop();
+  device_->close();
+  engine_->stop();
+  if (interruption) std::rethrow_exception(interruption);
+}
+
+}  // namespace torchtp::backend

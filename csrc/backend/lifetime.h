@@ -1,0 +1,40 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "backend/device_group.h"
+#include "backend/engine.h"
+#include "backend/runner.h"
+
+namespace torchtp::backend {
+
+// What the calls of one process group run on, and how that ends: with the group, or before it with the program.
+// Thread-safe.
+class Lifetime {
+ public:
+  Lifetime(std::shared_ptr<Engine> engine, std::shared_ptr<DeviceGroup> device);
+  ~Lifetime();
+  Lifetime(const Lifetime&) = delete;
+  Lifetime& operator=(const Lifetime&) = delete;
+
+  void check() const;  // DistBackendError once it is over
+
+  // See Runner. `sequence` is the call's; a wait for those before it answers signals, which may end the group.
+  void submit(std::function<void()> task);
+  void run(uint64_t sequence, const std::function<void()>& task);
+
+  // Finishes what is queued and leaves the group; the second time nothing. Throws what a signal handler raises
+  // meanwhile, once all has ended.
+  void end();
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<DeviceGroup> device_;
+  std::atomic<bool> over_{false};
+  Runner runner_;
+};
+
+}  // namespace torchtp::backend

@@ -1,0 +1,31 @@
+#include "backend/open_groups.h"
+
+#include <exception>
+#include <utility>
+
+namespace torchtp::backend {
+
+void OpenGroups::add(const std::shared_ptr<Lifetime>& group) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  groups_.remove_if([](const std::weak_ptr<Lifetime>& each) { return each.expired(); });
+  groups_.push_back(group);
+}
+
+void OpenGroups::end() {
+  std::list<std::weak_ptr<Lifetime>> groups;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    groups = std::exchange(groups_, {});
+  }
+  std::exception_ptr error;
+  for (const auto& each : groups) {
+    try {
+      if (const auto group = each.lock()) group->end();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace torchtp::backend
