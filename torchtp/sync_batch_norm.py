@@ -67,7 +67,7 @@ def _synchronized(base: type[nn.SyncBatchNorm]) -> type:
 
 def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:
     mesh = input.device_mesh
-    local, kept = local_part(torch.ops.aten.native_batch_norm.default, input, lambda dim: dim != 1)
+    local, kept = local_part(torch.ops.aten.native_batch_norm.default, input, lambda dim: dim != 1, nested=True)
     weight, bias = (
         parameter if parameter is None else lazy.Scaled.apply(lazy.unwrap(parameter), num_shards(mesh, kept))
         for parameter in (module.weight, module.bias)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import Placements, axes_of, full_of, on_mesh, owned, sums_done, wrap
+from torchtp.dtensor.cut import Placements, full_of, interval, on_mesh, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
@@ -60,8 +61,7 @@ def _planned(query: DTensor, key: Any, options: dict[str, Any], causal: bool) ->
             gradient.append(placement)
         else:
             return None
-    sharded = [placement.dim for placement in of_query if plain_shard(placement)]
-    if not sharded or len(set(sharded)) < len(sharded):
+    if not any(map(plain_shard, of_query)):
         return None
     return _Plan(query.device_mesh, tuple(of_query), tuple(of_key), tuple(gradient), options, causal)
 
@@ -104,8 +104,12 @@ def _parts(plan: _Plan, query: DTensor, key: DTensor, value: DTensor) -> list[to
 def _of_key(plan: _Plan, grad: torch.Tensor, like: DTensor) -> DTensor:
     """The sum over the ranks of what came from each one's queries, cut as the keys are."""
     wanted = sums_done(spec_of(like).placements)
-    spec = make_spec(plan.mesh, plan.of_key, like.shape, grad.stride(), grad.dtype)
-    return wrap(redistributed(grad, spec, wanted), plan.mesh, wanted, like.shape)
+    now = list(plan.of_key)
+    for axis, placement in enumerate(wanted):  # outer cuts first: the sums of inner ones are of parts
+        spec = make_spec(plan.mesh, tuple(now), like.shape, grad.stride(), grad.dtype)
+        now[axis] = placement
+        grad = redistributed(grad, spec, tuple(now))
+    return wrap(grad, plan.mesh, wanted, like.shape)
 
 
 def _attended(plan: _Plan, parts: list[torch.Tensor], mask: Any) -> torch.Tensor:
@@ -119,15 +123,12 @@ def _local_mask(plan: _Plan, mask: Any, query: DTensor, key: DTensor) -> Any:
     """The part of the mask for this rank's queries; of a causal one the rows from its first query on."""
     full = None if mask is None else full_of(mask)
     rows = (0, query.size(-2))
-    axes = axes_of(plan.mesh)
-    for axis, placement in enumerate(plan.query):
-        if not plain_shard(placement):
-            continue
-        begin, end = owned(query.size(placement.dim), axes.sizes[axis], axes.ranks[axis])
-        if placement.dim == query.dim() - 2:
+    for cut in {placement.dim for placement in plan.query if plain_shard(placement)}:
+        begin, end = interval(plan.mesh, plan.query, cut, query.size(cut))
+        if cut == query.dim() - 2:
             rows = begin, end
         if full is not None:
-            dim = placement.dim - query.dim() + full.dim()
+            dim = cut - query.dim() + full.dim()
             if dim >= 0 and full.size(dim) != 1:
                 full = full.narrow(dim, begin, end - begin)
     if not plan.causal:
@@ -153,6 +154,7 @@ def _in_steps(tensors: tuple[Any, ...], mask: Any, dropout: float, causal: bool,
 
 
 @composite_rule("scaled_dot_product_attention")
+@takes_nested
 def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, mask, dropout, causal, scale, grouped = bound(op, args, kwargs)
     tensors, options = (query, key, value), {"scale": scale, "enable_gqa": grouped}

@@ -94,6 +94,8 @@ def cut_of(mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> Cut |
         if isinstance(placement, Shard) and placement.dim >= 2
     ]
     chosen.sort()
+    if len({dim for dim, _ in chosen}) < len(chosen):
+        raise NotImplementedError(f"an op on images is not made for {placements}, where several axes cut one dim")
     cut = None
     if chosen:
         cut = Cut(
@@ -115,6 +117,17 @@ def owned(extent: int, size: int, rank: int) -> tuple[int, int]:
     """The interval [begin, end) that `rank` of `size` holds of a dim of `extent`."""
     step = -(-extent // size)
     return min(extent, rank * step), min(extent, (rank + 1) * step)
+
+
+def interval(mesh: DeviceMesh, placements: Placements, dim: int, extent: int) -> tuple[int, int]:
+    """The rows [begin, end) this rank holds of a dim of `extent`, which several axes may cut; of the first axes, if only theirs are given."""
+    axes = axes_of(mesh)
+    begin, end = 0, extent
+    for axis, placement in enumerate(placements):
+        if plain_shard(placement) and placement.dim == dim:
+            first, last = owned(end - begin, axes.sizes[axis], axes.ranks[axis])
+            begin, end = begin + first, begin + last
+    return begin, end
 
 
 def cut_locally(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torchtp.dtensor.cut import partial_over_shards, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.pointwise import pointwise, pointwise_in_place
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
@@ -52,6 +53,7 @@ def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
 
 
 @spatial_rule("index.Tensor", "_unsafe_index.Tensor")
+@takes_nested
 def index(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices = bound(op, args, kwargs)
     found = _one_list(tensor, indices)
@@ -63,6 +65,7 @@ def index(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
+@takes_nested
 def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices, values, *others = bound(op, args, kwargs)
     found = _one_list(tensor, indices)
@@ -88,6 +91,7 @@ def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("index_select")
+@takes_nested
 def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers = bound(op, args, kwargs)
     rows, dim = _list_of(numbers), dim % tensor.dim()
@@ -98,6 +102,7 @@ def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("index_add", "index_add_")
+@takes_nested
 def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers, source, alpha = bound(op, args, kwargs)
     rows, dim = _list_of(numbers), dim % tensor.dim()
@@ -116,6 +121,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 @spatial_rule("embedding")
+@takes_nested
 def embedding(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight, numbers, *others = bound(op, args, kwargs)
     if not taken(numbers) or not _is_whole(weight):
@@ -126,6 +132,7 @@ def embedding(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("embedding_dense_backward")
+@takes_nested
 def embedding_dense_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, numbers, num_weights, padding_idx, by_frequency = bound(op, args, kwargs)
     if not taken(numbers) or by_frequency:

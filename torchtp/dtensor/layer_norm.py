@@ -9,6 +9,7 @@ import torch
 
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, parameter_gradient, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.norm import gradients, plain
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.sharing import local_as
@@ -29,6 +30,7 @@ def _whole_dims(input: Any, weight: Any, normalized_shape: list[int]) -> bool:
 
 
 @spatial_rule("native_layer_norm")
+@takes_nested
 def layer_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, normalized_shape, weight, bias, eps = bound(op, args, kwargs)
     if _cut_dims(input, normalized_shape):
@@ -36,7 +38,7 @@ def layer_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _whole_dims(input, weight, normalized_shape):
         return unruled(op, args, kwargs)
     first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
+    local, mesh, placements = arrange(op, input, lambda dim: dim < first, nested=True)
     output, mean, rstd = op(local, normalized_shape, plain(weight), plain(bias), eps)
     shape = torch.Size([*input.shape[:first], *[1] * len(normalized_shape)])
     return (
@@ -47,6 +49,7 @@ def layer_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("native_layer_norm_backward")
+@takes_nested
 def layer_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, normalized_shape, mean, rstd, weight, bias, mask = bound(op, args, kwargs)
     if _cut_dims(input, normalized_shape):
@@ -54,7 +57,7 @@ def layer_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not _whole_dims(input, weight, normalized_shape):
         return unruled(op, args, kwargs)
     first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
+    local, mesh, placements = arrange(op, input, lambda dim: dim < first, nested=True)
     grads = op(
         local_as(grad_output, mesh, placements), local, normalized_shape, local_as(mean, mesh, placements),
         local_as(rstd, mesh, placements), plain(weight), plain(bias), mask,
@@ -144,24 +147,26 @@ class _Norm:
 
 
 @spatial_rule("_fused_rms_norm")
+@takes_nested
 def rms_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, normalized_shape, weight, eps = bound(op, args, kwargs)
     if not _whole_dims(input, weight, normalized_shape):
         return unruled(op, args, kwargs)
     first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
+    local, mesh, placements = arrange(op, input, lambda dim: dim < first, nested=True)
     output, rstd = op(local, normalized_shape, plain(weight), eps)
     shape = torch.Size([*input.shape[:first], *[1] * len(normalized_shape)])
     return wrap(output, mesh, placements, input.shape), wrap(rstd, mesh, placements, shape)
 
 
 @spatial_rule("_fused_rms_norm_backward")
+@takes_nested
 def rms_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, normalized_shape, rstd, weight, mask = bound(op, args, kwargs)
     if not _whole_dims(input, weight, normalized_shape):
         return unruled(op, args, kwargs)
     first = input.dim() - len(normalized_shape)
-    local, mesh, placements = arrange(op, input, lambda dim: dim < first)
+    local, mesh, placements = arrange(op, input, lambda dim: dim < first, nested=True)
     grad_input, grad_weight = op(
         local_as(grad_output, mesh, placements), local, normalized_shape, local_as(rstd, mesh, placements),
         plain(weight), mask,

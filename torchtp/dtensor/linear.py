@@ -11,6 +11,7 @@ from torchtp.dtensor.along import Turn
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, on_mesh, parameter_gradient, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
@@ -41,7 +42,7 @@ def _arranged(input: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
     if turn is not None:
         return local_as(input, turn.mesh, turn.turned), turn.mesh, turn.turned
     last = input.dim() - 1
-    return arrange(_OP, input, lambda dim: dim < last)
+    return arrange(_OP, input, lambda dim: dim < last, nested=True)
 
 
 def _features_first(local: torch.Tensor) -> bool:
@@ -144,12 +145,14 @@ class Spread(torch.autograd.Function):
 
 
 @composite_rule("linear")
+@takes_nested
 def linear(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias = bound(op, args, kwargs)
     return Linear.apply(input, weight, bias) if _takes(input, weight, bias) else op.decompose(*args, **kwargs)
 
 
 @spatial_rule("linear")
+@takes_nested
 def linear_without_autograd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Inference mode does not take it apart."""
     input, weight, bias = bound(op, args, kwargs)

@@ -8,6 +8,7 @@ import torch
 
 from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.pointwise import common_placements, pointwise
 from torchtp.dtensor.registry import bound, spatial_rule
@@ -39,6 +40,7 @@ def linalg_cross(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("view_as_real", "view_as_complex")
+@takes_nested
 def view_as_other(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
     last = tensor.dim() - 1 if tensor.is_floating_point() else tensor.dim()
@@ -53,6 +55,7 @@ def view_as_other(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("_conj")
+@takes_nested
 def conjugate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy, where PyTorch gives a view: local parts that are marked as conjugated are refused by some ops."""
     (tensor,) = args

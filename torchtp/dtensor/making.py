@@ -9,6 +9,7 @@ import torch
 from torchtp.dtensor.cut import dense_stride, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.moving import chunk_of
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import spatial_rule
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
@@ -26,6 +27,7 @@ from torchtp.dtensor.upstream import (
 
 
 @spatial_rule("new_zeros", "new_ones", "new_full", "new_empty")
+@takes_nested
 def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, *others = args
     if not is_spatial(tensor) or has_strided_shard(tensor) or len(sizes) < tensor.dim():
@@ -49,6 +51,7 @@ def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("new_empty_strided")
+@takes_nested
 def new_strided(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Autograd makes one for every write into a part of a tensor; upstream's is whole where the cut is uneven."""
     tensor, sizes, stride = args[:3]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, on_mesh, owned, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, interval, on_mesh, owned, sums_done, wrap
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -115,8 +115,10 @@ def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> tor
     for axis, (old, new) in enumerate(zip(spec.placements, placements, strict=True)):
         if old == new or not plain_shard(old) or not plain_shard(new):
             continue
-        if not any(place.is_shard(dim) for i, place in enumerate(now) if i != axis for dim in (old.dim, new.dim)):
-            local = swapped(local, mesh, axis, old.dim, shape[old.dim], new.dim)
+        # Inside of what outer axes have cut of these dims, parts are swapped as if there were nothing else.
+        if not any(place.is_shard(dim) for place in now[axis + 1 :] for dim in (old.dim, new.dim)):
+            begin, end = interval(mesh, tuple(now[:axis]), old.dim, shape[old.dim])
+            local = swapped(local, mesh, axis, old.dim, end - begin, new.dim)
             now[axis] = new
     swaps = make_spec(mesh, tuple(now), shape, spec.tensor_meta.stride, spec.tensor_meta.dtype)
     return redistributed(local, swaps, placements)

@@ -9,16 +9,16 @@ import torch
 from torchtp.dtensor.cut import (
     Placements,
     axes_of,
-    cut_of,
     full_of,
     parameter_gradient,
     wrap,
 )
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule
 from torchtp.dtensor.sharing import hand_out, hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, mark
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, in_backward, local_of, plain_shard
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, in_backward, local_of, plain_shard
 
 ops = torch.ops.torchtp
 
@@ -31,7 +31,7 @@ def _takes(input: Any, weight: Any) -> bool:
     """Ours: a cut input, and what follows one (its weights are as plain as before)."""
     if not isinstance(input, DTensor):
         return False
-    if input.dim() >= 3 and cut_of(input.device_mesh, input.placements, input.shape) is not None:
+    if input.dim() >= 3 and any(isinstance(p, Shard) and p.dim >= 2 for p in input.placements):
         return True
     return is_marked(input.device_mesh)
 
@@ -58,7 +58,7 @@ def _batch_norm(
     momentum: Any, eps: Any,
 ) -> tuple[DTensor, DTensor, DTensor]:  # fmt: skip
     hand_out_alike(op, weight, bias)
-    local, mesh, placements = arrange(op, input, _not_channels)
+    local, mesh, placements = arrange(op, input, _not_channels, nested=True)
     _mark(mesh, placements)
     buffers = [local_of(t) if isinstance(t, DTensor) else t for t in (running_mean, running_var)]
     output, mean, invstd = ops.batch_norm(
@@ -70,6 +70,7 @@ def _batch_norm(
 
 @rule("native_batch_norm", "_native_batch_norm_legit.", "_native_batch_norm_legit.no_stats", "cudnn_batch_norm",
       "miopen_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update")  # fmt: skip
+@takes_nested
 def batch_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     input = named["input"]
@@ -87,6 +88,7 @@ def batch_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward", "batch_norm_backward")
+@takes_nested
 def batch_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     input, weight = named["input"], named.get("weight")
@@ -95,7 +97,7 @@ def batch_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     grad_output = named["grad_out" if "grad_out" in named else "grad_output"]
     training = named.get("train", named.get("update", True))
     mask = named.get("output_mask", [True, True, True])
-    local, mesh, placements = arrange(op, input, _not_channels)
+    local, mesh, placements = arrange(op, input, _not_channels, nested=True)
     grads = ops.batch_norm_backward(
         local_as(grad_output, mesh, placements), local, plain(weight), plain(named.get("running_mean")),
         plain(named.get("running_var")), plain(named.get("save_mean")),
@@ -123,12 +125,13 @@ def gradients(
 
 
 @rule("native_group_norm")
+@takes_nested
 def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias, _, _, _, num_groups, eps = bound(op, args, kwargs)
     if not hasattr(ops, "group_norm") or not _takes(input, weight):
         return unruled(op, args, kwargs)
     hand_out_alike(op, weight, bias)
-    local, mesh, placements = arrange(op, input, _not_channels)
+    local, mesh, placements = arrange(op, input, _not_channels, nested=True)
     _mark(mesh, placements)
     for parameter in (weight, bias):
         if isinstance(parameter, torch.Tensor) and not isinstance(parameter, DTensor):
@@ -142,11 +145,12 @@ def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("native_group_norm_backward")
+@takes_nested
 def group_norm_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, mean, rstd, weight, _, _, _, num_groups, mask = bound(op, args, kwargs)
     if not hasattr(ops, "group_norm") or not _takes(input, weight):
         return unruled(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _not_channels)
+    local, mesh, placements = arrange(op, input, _not_channels, nested=True)
     kept = _batch_only(placements)
     grads = ops.group_norm_backward(
         local_as(grad_output, mesh, placements), local, plain(weight), local_as(mean, mesh, kept),

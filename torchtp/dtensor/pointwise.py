@@ -11,6 +11,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
 from torchtp.dtensor.moving import all_reduced, gathers, recut
+from torchtp.dtensor.nesting import is_nested, takes_nested
 from torchtp.dtensor.registry import install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.spatial import on_first_mark
@@ -61,6 +62,7 @@ broadcast_shapes = lru_cache(4096)(torch.broadcast_shapes)  # which takes longer
 
 
 @spatial_rule(*_FUNCTIONAL)
+@takes_nested
 def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if kwargs:
@@ -93,6 +95,7 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule(*_IN_PLACE, "copy_", "masked_fill_")
+@takes_nested
 def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not isinstance(target, DTensor):
@@ -126,6 +129,20 @@ def common_placements(
 
 
 def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
+    """The cut that needs the least: one axis for a dim, or several as one of the tensors has them where else an axis cuts nothing."""
+    common = _one_for_a_dim(tensors, shape, mesh)
+    if not any(isinstance(placement, Replicate) for placement in common):
+        return common
+    for tensor in filter(is_nested, tensors):
+        assert isinstance(tensor, DTensor)
+        more = len(shape) - tensor.dim()
+        nested = tuple(Shard(p.dim + more) if plain_shard(p) else Replicate() for p in spec_of(tensor).placements)
+        if all(not plain_shard(p) or tensor.size(p.dim - more) == shape[p.dim] for p in nested):
+            return nested
+    return common
+
+
+def _one_for_a_dim(tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
     """For each mesh axis the cut of the first tensor that is cut over it; of one along which the others need no gather, if there is."""
     common = []
     taken: set[int] = set()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule, named_arguments, spatial_rule
 from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_replicated, is_spatial
@@ -52,6 +53,7 @@ def _placed(dims: str, letters: list[str]) -> Placements:
 
 
 @spatial_rule("bmm.", "mm.")
+@takes_nested
 def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     a, b = bound(op, args, kwargs)
     lead = a if is_spatial(a) else b
@@ -65,7 +67,8 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     letters: list[str] = []
     for of_a, of_b in zip(cut_a, cut_b, strict=True):
         letter = _kept(of_a, of_b, b.numel() <= a.numel())
-        letters.append("" if letter in letters else letter)
+        nested = letter in cut_a[: len(letters)] if of_a == letter else letter in cut_b[: len(letters)]
+        letters.append("" if letter in letters and not nested else letter)
     shape = torch.Size([*a.shape[:-1], b.size(-1)])
     # To bring a factor to every rank is in the nature of the product if it is no larger than the other one or the product.
     usual = max(min(a.numel(), b.numel()), shape.numel())
@@ -111,6 +114,7 @@ def _summed(
 
 
 @spatial_rule("baddbmm.", "addmm.")
+@takes_nested
 def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     summand, a, b = list(named.values())[:3]
@@ -123,6 +127,7 @@ def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 @composite_rule("matmul")
+@takes_nested
 def matmul(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """With a whole matrix, a weight, on one side the other keeps its dims: folded into two, it would have to be moved."""
     a, b = bound(op, args, kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import cut_locally, dense_stride, full_of, wrap
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.spatial import is_marked, is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, local_of, passthrough, spec_of
@@ -20,6 +21,7 @@ from torchtp.dtensor.upstream import DTensor, Op, Partial, local_of, passthrough
     "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "cauchy_", "geometric_", "log_normal_",
     "rand_like", "randn_like", "randint_like", "bernoulli.p",
 )  # fmt: skip
+@takes_nested
 def draw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *others = args
     if not _is_ours(tensor):
@@ -38,6 +40,7 @@ def draw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("native_dropout")
+@takes_nested
 def native_dropout(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, p, train = bound(op, args, kwargs)
     if not _is_ours(tensor):

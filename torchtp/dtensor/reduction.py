@@ -10,6 +10,7 @@ import torch
 from torchtp.dtensor.cut import Placements, full_of, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
 from torchtp.dtensor.shape import summed, taken
 from torchtp.dtensor.upstream import (
@@ -70,6 +71,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @spatial_rule("sum.dim_IntList", "sum")
+@takes_nested
 def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
@@ -83,6 +85,7 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("nansum")
+@takes_nested
 def nansum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims, keepdim, dtype = bound(op, args, kwargs)
     if not taken(tensor):
@@ -92,6 +95,7 @@ def nansum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("count_nonzero.dim_IntList", "count_nonzero")
+@takes_nested
 def count_nonzero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     if not taken(named["self"]):
@@ -101,6 +105,7 @@ def count_nonzero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("mean.dim", "mean")
+@takes_nested
 def mean_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
@@ -121,6 +126,7 @@ def _moments(to: Reduced, correction: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 @spatial_rule("var.correction", "std.correction", "var_mean.correction", "std_mean.correction")
+@takes_nested
 def var(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims, correction, keepdim = bound(op, args, kwargs)
     if not taken(tensor) or tensor.is_complex():
@@ -162,11 +168,13 @@ def _limit(dtype: torch.dtype, which: str) -> float | int | bool:
 
 
 @spatial_rule("amax", "max.", "any.dim", "any.dims", "any.", "_is_any_true")
+@takes_nested
 def largest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _extreme(op, _as_bool(op, args), kwargs, "max")
 
 
 @spatial_rule("amin", "min.", "all.dim", "all.dims", "all.", "_is_all_true")
+@takes_nested
 def smallest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _extreme(op, _as_bool(op, args), kwargs, "min")
 
@@ -176,6 +184,7 @@ def _as_bool(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @spatial_rule("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.Scalar")
+@takes_nested
 def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
@@ -195,6 +204,7 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("_local_scalar_dense")
+@takes_nested
 def item(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The value of the whole: upstream gives this rank's part of a sum."""
     tensor = args[0]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchtp.dtensor.nesting import guarded, guarded_composite
 from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.tracing import traced, tracing
@@ -74,6 +75,8 @@ def install(name: str, handler: Handler) -> None:
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")  # never undone
 
+    handler = guarded(handler)
+
     def dispatch(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
@@ -132,6 +135,7 @@ def install_custom(otherwise: Handler) -> None:
 
 def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]) -> None:
     op = getattr(torch.ops.aten, name).default
+    handler = guarded_composite(handler)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return handler(op, args, kwargs) if any(map(takes, args)) else op.decompose(*args, **kwargs)

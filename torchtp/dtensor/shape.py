@@ -10,8 +10,9 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pulled, shifted
+from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.pointwise import common_placements
-from torchtp.dtensor.registry import bound, rule, spatial_rule
+from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_marked, is_spatial
 from torchtp.dtensor.upstream import (
@@ -65,7 +66,17 @@ def taken(tensor: Any) -> bool:
     return is_spatial(tensor) and not has_strided_shard(tensor)
 
 
+def other_dims(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+    """Whether an op along a dim, or some, works along none of `dims`."""
+    named = named_arguments(op, args, kwargs)
+    along: Any = named["dims"] if "dims" in named else named.get("dim", named.get("dimension"))
+    num_dims = (args[0] if isinstance(args[0], torch.Tensor) else args[0][0]).dim()
+    along = [along] if isinstance(along, int) else along
+    return bool(along) and not dims & {dim % num_dims for dim in along}
+
+
 @spatial_rule("cat")
+@takes_nested_if(other_dims)
 def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = bound(op, args, kwargs)
     if any(has_strided_shard(tensor) for tensor in tensors):
@@ -100,6 +111,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("stack")
+@takes_nested
 def stack(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = bound(op, args, kwargs)
     lead = next((t for t in tensors if is_spatial(t)), None)
@@ -113,6 +125,7 @@ def stack(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("flip")
+@takes_nested_if(other_dims)
 def flip(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims = bound(op, args, kwargs)
     if not taken(tensor):
@@ -141,6 +154,7 @@ def rot90(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("roll")
+@takes_nested_if(other_dims)
 def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, shifts, dims = bound(op, args, kwargs)
     if not taken(tensor):
@@ -185,6 +199,7 @@ def constant_pad_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 @spatial_rule("expand")
+@takes_nested
 def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, *_ = bound(op, args, kwargs)
     if not taken(tensor):
@@ -197,7 +212,7 @@ def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for axis, placement in enumerate(placements):
         if plain_shard(placement):
             dim = placement.dim
-            begin, end = chunk_of(mesh, axis, shape[dim + more])
+            begin, end = chunk_of(mesh, axis, local_shape[dim + more])
             local_shape[dim + more] = end - begin
             if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
                 local = everywhere(local, mesh, axis, dim, 1, 0, 1)

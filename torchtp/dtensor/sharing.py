@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtp import _C
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, interval
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -107,9 +106,7 @@ def share_of(grad: DTensor) -> torch.Tensor:
         if type(placement) is not Shard:
             raise NotImplementedError(f"a gradient placed {placement} can't be shared out among ranks")
         factor *= mesh.size(axis)
-        if own[placement.dim] != slice(None):
-            raise NotImplementedError("a gradient cut twice along one dim can't be shared out among ranks")
-        own[placement.dim] = slice(*_C.owned(grad.size(placement.dim), mesh.size(axis), mesh.get_local_rank(axis)))
+        own[placement.dim] = slice(*interval(mesh, grad.placements, placement.dim, grad.size(placement.dim)))
         whole = local.new_zeros(grad.shape)
     if whole is not None:
         whole[tuple(own)] = local * factor

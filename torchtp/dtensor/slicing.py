@@ -9,9 +9,10 @@ import torch
 from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import unruled, view_links
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, pulled, pushed
+from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import bound, spatial_rule
-from torchtp.dtensor.shape import axis_cutting, resized, summed, taken, uncut, without
+from torchtp.dtensor.shape import axis_cutting, other_dims, resized, summed, taken, uncut, without
 from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard, redistributed, spec_of
 
 aten = torch.ops.aten
@@ -78,6 +79,7 @@ def _clamped(index: int | None, extent: int, default: int) -> int:
 
 
 @spatial_rule("slice.Tensor")
+@takes_nested_if(other_dims)
 def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, start, end, step = bound(op, args, kwargs)
     if not taken(tensor):
@@ -88,6 +90,7 @@ def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("slice_backward")
+@takes_nested_if(other_dims)
 def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, sizes, dim, start, end, step = bound(op, args, kwargs)
     if not taken(grad):
@@ -113,6 +116,7 @@ def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @spatial_rule("select.int")
+@takes_nested_if(other_dims)
 def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = bound(op, args, kwargs)
     if not taken(tensor):
@@ -154,6 +158,7 @@ def _put_row(row: DTensor, whole: DTensor, dim: int, index: int) -> None:
 
 
 @spatial_rule("select_backward")
+@takes_nested
 def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, sizes, dim, index = bound(op, args, kwargs)
     if not isinstance(grad, DTensor):
@@ -166,6 +171,7 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 @spatial_rule("unfold")
+@takes_nested_if(other_dims)
 def windows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Every `step`-th window of `size` rows; from the rows of its first to those of its last one where the dim is cut."""
     tensor, dim, size, step = bound(op, args, kwargs)
@@ -212,6 +218,7 @@ def _of_windows(size: int, step: int) -> Wants:
 
 
 @spatial_rule("split.Tensor", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+@takes_nested_if(other_dims)
 def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, dim = bound(op, args, kwargs)
     if not taken(tensor):
@@ -228,6 +235,7 @@ def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("unbind")
+@takes_nested_if(other_dims)
 def unbind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim = bound(op, args, kwargs)
     if not taken(tensor):

@@ -9,6 +9,7 @@ import torch
 
 from torchtp.dtensor.along import along_whole_dim, along_whole_dim_backward
 from torchtp.dtensor.cut import wrap
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.reduction import Reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import taken
@@ -48,6 +49,7 @@ class _Exponentials:
 
 
 @spatial_rule("_safe_softmax")
+@takes_nested
 def safe_softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Softmax, but 0 where all is masked: attention's, where it has no kernel of its own."""
     tensor, dim, dtype = bound(op, args, kwargs)
@@ -61,6 +63,7 @@ def safe_softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("_softmax", "_log_softmax")
+@takes_nested
 def softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, widens = bound(op, args, kwargs)
     if not _is_cut_along(tensor, dim):
@@ -72,6 +75,7 @@ def softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("logsumexp")
+@takes_nested
 def logsumexp(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims, keepdim = bound(op, args, kwargs)
     if not _is_cut_along(tensor, dims) or not tensor.is_floating_point():
@@ -83,6 +87,7 @@ def logsumexp(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("_softmax_backward_data", "_log_softmax_backward_data")
+@takes_nested
 def softmax_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, output, dim, dtype = bound(op, args, kwargs)
     if not is_spatial(output) and taken(grad):

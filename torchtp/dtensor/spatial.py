@@ -9,6 +9,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of
 from torchtp.dtensor.moving import recut
+from torchtp.dtensor.nesting import flat_recorded
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -56,8 +57,12 @@ def is_spatial(tensor: object) -> bool:
     )
 
 
-def local_part(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[torch.Tensor, Placements]:
-    """As `arrange`, for code above autograd: differentiable, and several axes may cut one dim. Local part and placements."""
+def local_part(
+    op: Op, tensor: DTensor, may_cut: Callable[[int], bool], nested: bool = False
+) -> tuple[torch.Tensor, Placements]:
+    """As `arrange`, for code above autograd: differentiable. Local part and placements."""
+    if not nested:
+        tensor = flat_recorded(op, tensor)
     kept = tuple(place if type(place) is Shard and may_cut(place.dim) else Replicate() for place in tensor.placements)
     if any(isinstance(old, Shard) and old != new for old, new in zip(tensor.placements, kept, strict=True)):
         notice.gathering(op, tensor.shape, tensor.dtype)
@@ -75,9 +80,11 @@ def is_whole(tensor: DTensor) -> bool:
     return is_marked(spec.mesh) and all(isinstance(placement, (Replicate, Partial)) for placement in spec.placements)
 
 
-def arrange(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[torch.Tensor, DeviceMesh, Placements]:
-    """The tensor with at most one cut over each dim that `may_cut`, sums done. An axis that cuts another dim cuts the
-    longest of these instead, if it has enough rows; otherwise the tensor is gathered over it, with notice.
+def arrange(
+    op: Op, tensor: DTensor, may_cut: Callable[[int], bool], nested: bool = False
+) -> tuple[torch.Tensor, DeviceMesh, Placements]:
+    """The tensor with at most one cut over each dim that `may_cut` (unless `nested`), sums done. An axis that cuts another
+    dim cuts the longest of these instead, if it has enough rows; otherwise the tensor is gathered over it, with notice.
 
     Returns its local part, mesh and placements.
     """
@@ -90,7 +97,7 @@ def arrange(op: Op, tensor: DTensor, may_cut: Callable[[int], bool]) -> tuple[to
         if isinstance(placement, (Replicate, Partial)):
             placements.append(Replicate())
             continue
-        if plain_shard(placement) and may_cut(placement.dim) and placement.dim not in seen:
+        if plain_shard(placement) and may_cut(placement.dim) and (nested or placement.dim not in seen):
             seen.add(placement.dim)
             placements.append(placement)
             continue

@@ -12,6 +12,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of, dense_stride, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, pulled, pushed, recut, same_chunks, scaled
+from torchtp.dtensor.nesting import flat, may_nest, takes_nested
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed
@@ -25,7 +26,6 @@ from torchtp.dtensor.upstream import (
     become,
     local_of,
     plain_shard,
-    redistributed,
     spec_of,
 )
 
@@ -78,6 +78,7 @@ def _inferred(sizes: list[int], numel: int) -> list[int]:
 
 
 @spatial_rule("view", "_unsafe_view", "_reshape_alias")
+@takes_nested
 def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes = args[0], args[1]
     if not is_spatial(tensor) or has_strided_shard(tensor):
@@ -101,7 +102,7 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _put_reshaped(part: DTensor, whole: DTensor) -> None:
     spec, back = spec_of(whole), _reshaped_anyhow(part, whole.shape)
-    local_of(whole).copy_(redistributed(local_of(back), spec_of(back), spec.placements))
+    local_of(whole).copy_(recut(local_of(back), spec_of(back), spec.placements))
 
 
 def _reshaped_anyhow(tensor: DTensor, shape: torch.Size) -> DTensor:
@@ -144,6 +145,13 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         assert axis is not None
         target = wide_out[0]
         inside, inside_out = tensor.size(dim), shape[target]
+        nested = [inner for inner, p in enumerate(placements) if plain_shard(p) and p.dim == dim]
+        if len(nested) > 1:
+            over = [axes_of(mesh).sizes[inner] for inner in nested]
+            if not (may_nest(inside, over) and may_nest(inside_out, over)):
+                flattened = _reshaped(flat(aten.view.default, tensor), shape)
+                return None if flattened is None else (flattened[0], True)
+            out = [Shard(target) if inner in nested else place for inner, place in enumerate(out)]
         if len(wide) > 1 and len(wide_out) > 1 and inside % inside_out and inside_out % inside:
             return None
         if inside_out < inside:  # the cut dim is split: its outermost part is cut
@@ -200,8 +208,8 @@ def _with_outer_cuts(
 ) -> tuple[DTensor, bool] | None:
     """The same of a tensor whose parts lie scattered in the merged dims: their outermost dim is cut first.
 
-    Where two axes cut such dims the one with fewer ranks cuts the images instead, if there are enough of them; if not, its
-    cut is given up, with notice.
+    Where two axes cut such dims the one with fewer ranks cuts the images instead, if there are enough of them; if not, both
+    cut the outermost dim, one inside the other; where its rows are too few for that, the cut is given up, with notice.
     """
     spec = spec_of(tensor)
     sizes = axes_of(spec.mesh).sizes
@@ -211,12 +219,16 @@ def _with_outer_cuts(
             continue
         over = [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in mine]
         stays = max(over, key=lambda axis: sizes[axis])
+        outer = next(dim for dim in mine if tensor.size(dim) != 1)
+        nests = may_nest(tensor.size(outer), [sizes[axis] for axis in over])
         for axis in over:
             images = Shard(0)
             if axis == stays:
-                placements[axis] = Shard(next(dim for dim in mine if tensor.size(dim) != 1))
+                placements[axis] = Shard(outer)
             elif 0 not in mine and images not in placements and tensor.size(0) % sizes[axis] == 0:
                 placements[axis] = images
+            elif nests:
+                placements[axis] = Shard(outer)
             else:
                 notice.gathering(aten.view.default, tensor.shape, tensor.dtype)
                 placements[axis] = Replicate()
@@ -241,6 +253,7 @@ def _viewed(local: torch.Tensor, shape: list[int]) -> torch.Tensor:
 
 
 @spatial_rule("squeeze.dim", "squeeze.dims", "squeeze")
+@takes_nested
 def squeeze(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not is_spatial(tensor) or has_strided_shard(tensor):

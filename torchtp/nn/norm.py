@@ -67,7 +67,7 @@ class LayerNorm2d(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not isinstance(input, DTensor):
             return _over_channels(input, self.weight, self.bias, self.eps)
-        local, kept = local_part(torch.ops.aten.native_layer_norm.default, input, lambda dim: dim != 1)
+        local, kept = local_part(torch.ops.aten.native_layer_norm.default, input, lambda dim: dim != 1, nested=True)
         mesh = input.device_mesh
         factor = math.prod(mesh.size(axis) for axis, place in enumerate(kept) if isinstance(place, Shard))
         weight, bias = (

@@ -1,0 +1,136 @@
+"""Two mesh axes that cut one dim, one inside the other: every rule is exact for such tensors, and sequences of pixels need no gather."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rules import HW, check, device_mesh_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torchtp
+from torchtp.testing import run_ranks
+
+ROWS_TWICE = ((2, 2), (2, 2))
+MODULES = ["convolution", "fallback", "grid_sample", "interpolate", "linear", "matrices", "norm", "pooling", "product", "reduction", "shape", "sharing", "unfold"]  # fmt: skip
+
+
+CASES = [(module, name) for module in MODULES for name in importlib.import_module(f"test_rules_{module}").CASES]
+
+
+def run_nested(module, name):
+    rules = importlib.import_module(f"test_rules_{module}")
+    run = getattr(rules, "run_case", None) or rules.compare
+    rules.check = lambda *args, **options: check(*args, **{**options, "gathers": True})
+    more = [p for p in list(inspect.signature(run).parameters.values())[2:] if p.default is p.empty]
+    try:
+        run(name, ROWS_TWICE, *({"plain": True}.get(p.name, {}) for p in more))
+    finally:
+        rules.check = check
+
+
+@pytest.mark.parametrize(("module", "name"), CASES)
+def test_rules_take_a_dim_that_two_axes_cut(module, name):
+    run_ranks(run_nested, 4, module, name)
+
+
+def tokens(x):
+    return x.flatten(2).transpose(1, 2)
+
+
+def image_of(tokens, like):
+    return tokens.transpose(1, 2).reshape(like.shape)
+
+
+def _heads(y):
+    return y.unflatten(-1, (2, -1)).transpose(1, 2)
+
+
+def _block(x, scale, qkv, project, expand, shrink):
+    """A transformer's, with layer scale, between two convolutions' worth of image."""
+    y = tokens(x)
+    q, k, v = map(_heads, F.linear(F.layer_norm(y, [4]), qkv).chunk(3, -1))
+    with sdpa_kernel(SDPBackend.MATH):  # which can be derived twice
+        attended = F.scaled_dot_product_attention(q, k, v)
+    y = y + scale * F.linear(attended.transpose(1, 2).flatten(2), project)
+    y = y + F.linear(F.gelu(F.linear(y, expand)), shrink)
+    return x + image_of(y, x).sin()
+
+
+def _scores(x, bias):
+    y = tokens(x)
+    scores = (y @ y.transpose(1, 2) / 2 + bias).softmax(-1)
+    return image_of(scores @ y, x)
+
+
+def _windows(x):
+    parts = x.view(1, 4, 4, 2, 2, 3).permute(0, 2, 4, 3, 5, 1).reshape(-1, 6, 4)
+    mixed = (parts @ parts.transpose(1, 2)).softmax(-1) @ parts
+    return mixed.view(1, 4, 2, 2, 3, 4).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
+
+
+SEQUENCES = {  # of one image, which leaves no images to cut instead; with the shapes of parameters
+    "block": (_block, [(4,), (12, 4), (4, 4), (8, 4), (4, 8)]),
+    "scores": (_scores, [(48, 48)]),
+    "windows": (_windows, []),
+    "norms": (lambda x, w: F.group_norm(x.flatten(2), 2, w) * F.batch_norm(x.flatten(2), None, None, training=True), [(4,)]),
+    "pooled": (lambda x: tokens(x).mean(1, keepdim=True).square() * tokens(x).amax(1, keepdim=True), []),
+    "positions": (lambda x, p: (tokens(x) + p).square(), [(1, 48, 4)]),
+    "pieces": (lambda x: torch.cat([x.flatten(2)[:, 1:3], x.flatten(2).narrow(1, 0, 2) * 2], 1).sin(), []),
+    "convolution_after": (lambda x, w: F.conv2d(image_of(tokens(x).sin(), x), w, padding=1), [(3, 4, 3, 3)]),
+    "and_back_again": (lambda x: x * image_of(tokens(x).exp(), x) + F.max_pool2d(x, 3, 1, 1), []),
+}  # fmt: skip
+ONCE = {"block", "scores", "norms", "pooled"}  # the second derivatives of norms and softmax gather; extremes have none
+
+
+def _marked():
+    torchtp.dtensor.mark(device_mesh_of(HW[0]), [0, 1])
+
+
+def run_sequence(name):
+    _marked()
+    fn, shapes = SEQUENCES[name]
+    generator = torch.Generator().manual_seed(2)
+    image, *parameters = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(1, 4, 8, 6), *shapes]
+    )
+    check(fn, HW, [image], parameters, double=name not in ONCE)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_of_an_image_cut_along_both_dims_need_no_gather(name):
+    run_ranks(run_sequence, 4, name)
+
+
+def run_writes():
+    _marked()
+
+    def into_a_copy(x):
+        y = x.flatten(2).clone()
+        y[:, 1] = 0
+        y[..., 3:9] *= 2
+        y[..., 5].add_(1)
+        return y.sin()
+
+    def into_a_view(x):
+        y = x.sin()
+        y.flatten(2)[:, :2, 7:20].mul_(3)
+        part = y.flatten(2)[..., ::5]
+        y.view(4, 48)[2].zero_()
+        return y.square().sum((2, 3)) + part.sum(-1)
+
+    def into_rolled(x):
+        y = x.flatten(2).roll(5, -1)
+        y[..., -1] = y[..., 0]
+        return y.flip(-1).cumsum(-1)
+
+    image = torch.randn(1, 4, 8, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for fn in (into_a_copy, into_a_view, into_rolled):
+        check(fn, HW, [image], gathers=True)
+
+
+def test_writes_into_sequences_reach_what_they_were_taken_from():
+    run_ranks(run_writes, 4)

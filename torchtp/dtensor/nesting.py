@@ -1,0 +1,191 @@
+"""Several mesh axes that cut one dim, one inside the other, as a sequence of pixels is cut whose image was along H and W.
+
+Rules know of one axis for a dim. Those that may be given more say so; to others each such tensor comes with another dim cut
+instead, or whole over the inner axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchtp.dtensor import notice
+from torchtp.dtensor.cut import Placements, axes_of, wrap
+from torchtp.dtensor.moving import Recut, recut
+from torchtp.dtensor.parts import linked
+from torchtp.dtensor.upstream import (
+    DTensor,
+    Op,
+    Placement,
+    Replicate,
+    Shard,
+    local_of,
+    plain_shard,
+    spec_of,
+)
+
+Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
+Untouched = Callable[[Op, tuple[Any, ...], dict[str, Any], set[int]], bool]  # whether a call leaves these dims alone
+
+_takers: dict[Handler, Untouched | None] = {}
+
+
+def takes_nested(handler: Handler) -> Handler:
+    """Mark a rule that takes tensors of which several axes cut one dim."""
+    _takers[handler] = None
+    return handler
+
+
+def takes_nested_if(untouched: Untouched) -> Callable[[Handler], Handler]:
+    """The same where the call leaves the dims alone that several axes cut."""
+
+    def mark(handler: Handler) -> Handler:
+        _takers[handler] = untouched
+        return handler
+
+    return mark
+
+
+@lru_cache(4096)
+def nested_dims(placements: Placements) -> frozenset[int]:
+    """The dims that several axes cut."""
+    dims = [p.dim for p in placements if plain_shard(p)]
+    return frozenset(dim for dim in dims if dims.count(dim) > 1)
+
+
+def is_nested(tensor: Any) -> bool:
+    """Whether several axes cut one dim of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return False
+    placements = spec_of(tensor).placements
+    return len(placements) > 1 and bool(nested_dims(placements))
+
+
+def may_nest(extent: int, sizes: Iterable[int]) -> bool:
+    """Whether chunks of a dim, chunked again, are as long as one another: what rules for such dims rely on."""
+    return extent > 0 and extent % math.prod(sizes) == 0
+
+
+def flat_placements(tensor: DTensor) -> Placements:
+    """Placements with one axis for a dim: the inner axes cut the dim behind it of an image, W for H, or the images.
+
+    Where there is neither they cut nothing.
+    """
+    spec = spec_of(tensor)
+    sizes, shape = axes_of(spec.mesh).sizes, tensor.shape
+    placements: list[Placement] = list(spec.placements)
+    held = {p.dim for p in placements if plain_shard(p)}
+    seen: set[int] = set()
+    for axis, placement in enumerate(spec.placements):
+        if not plain_shard(placement):
+            continue
+        if placement.dim not in seen:
+            seen.add(placement.dim)
+            continue
+        behind = placement.dim + 1
+        if len(shape) >= 4 and behind < len(shape) and behind not in held and shape[behind] >= sizes[axis]:
+            placements[axis] = Shard(behind)
+        elif 0 not in held and shape[0] % sizes[axis] == 0:
+            placements[axis] = Shard(0)
+        else:
+            placements[axis] = Replicate()
+            continue
+        held.add(placements[axis].dim)  # type: ignore[attr-defined]
+    return tuple(placements)
+
+
+def flat(op: Op, tensor: DTensor) -> DTensor:
+    """The tensor with one axis for a dim; outside autograd."""
+    placements = flat_placements(tensor)
+    _tell(op, tensor, placements)
+    return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
+
+
+def flat_recorded(op: Op, leaf: Any) -> Any:
+    """The same, recorded by autograd; anything else as it is."""
+    if not is_nested(leaf):
+        return leaf
+    placements = flat_placements(leaf)
+    _tell(op, leaf, placements)
+    return Recut.apply(leaf, placements)
+
+
+def _tell(op: Op, tensor: DTensor, placements: Placements) -> None:
+    old = spec_of(tensor).placements
+    if any(a != b and isinstance(b, Replicate) for a, b in zip(old, placements, strict=True)):
+        notice.gathering(op, tensor.shape, tensor.dtype)
+
+
+def guarded(handler: Handler) -> Handler:
+    """`handler`, but given such tensors only where it takes them."""
+    if handler in _takers and _takers[handler] is None:
+        return handler
+    untouched = _takers.get(handler)
+
+    def guard(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for arg in args:
+            if is_nested(arg) or (isinstance(arg, (list, tuple)) and any(map(is_nested, arg))):
+                break
+        else:
+            if not any(map(is_nested, kwargs.values())):
+                return handler(op, args, kwargs)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_nested(leaf)]
+        dims = {dim for leaf in leaves for dim in nested_dims(spec_of(leaf).placements)}
+        if untouched is not None and untouched(op, args, kwargs, dims):
+            return handler(op, args, kwargs)
+        return _of_flat(op, handler, args, kwargs)
+
+    return guard
+
+
+def guarded_composite(handler: Handler) -> Handler:
+    """The same of a rule made of differentiable ops."""
+    if handler in _takers:
+        return handler
+    return lambda op, args, kwargs: handler(op, *pytree.tree_map(lambda leaf: flat_recorded(op, leaf), (args, kwargs)))
+
+
+def _of_flat(op: Op, handler: Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made: dict[int, DTensor] = {}
+
+    def flatten(leaf: Any) -> Any:
+        if not is_nested(leaf):
+            return leaf
+        return made.setdefault(id(leaf), flat(op, leaf))
+
+    flat_args, flat_kwargs = pytree.tree_map(flatten, (args, kwargs))
+    results = handler(op, flat_args, flat_kwargs)
+    if op._schema.is_mutable:
+        given = {id(made[id(leaf)]): leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in made}
+        for leaf in given.values():
+            _write_back(made[id(leaf)], leaf)
+        return pytree.tree_map(lambda result: given.get(id(result), result), results)
+    if op.is_view and is_nested(args[0]):
+        several = isinstance(results, (list, tuple))
+        for index, part in enumerate(results if several else [results]):
+            _link(op, handler, args[0], part, (flat_args[1:], flat_kwargs), index if several else None)
+    return results
+
+
+def _write_back(part: DTensor, whole: DTensor) -> None:
+    local_of(whole).copy_(recut(local_of(part), spec_of(part), spec_of(whole).placements))
+
+
+def _link(op: Op, handler: Handler, whole: DTensor, part: DTensor, others: Any, index: int | None) -> None:
+    """What is written into a view of a tensor that was moved for it reaches the tensor, and the other way round."""
+
+    def view_of(tensor: DTensor) -> DTensor:
+        views = handler(op, (tensor, *others[0]), others[1])
+        return views if index is None else views[index]
+
+    def put(part: DTensor, whole: DTensor) -> None:
+        moved = flat(op, whole)
+        torch.ops.aten.copy_.default(view_of(moved), part)
+        _write_back(moved, whole)
+
+    linked(whole, part, lambda whole: view_of(flat(op, whole)), put)
