@@ -8,10 +8,15 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from models import make_layout
 from rules import HW, check, device_mesh_of
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchtp
+from torchtp.dtensor.cut import cut_locally, full_of
+from torchtp.dtensor.moving import recut
+from torchtp.dtensor.upstream import spec_of
 from torchtp.testing import run_ranks
 
 ROWS_TWICE = ((2, 2), (2, 2))
@@ -134,3 +139,25 @@ def run_writes():
 
 def test_writes_into_sequences_reach_what_they_were_taken_from():
     run_ranks(run_writes, 4)
+
+
+def run_uneven():
+    """Upstream takes both axes at once where there is a group of all ranks, and gets other chunks."""
+    layout = make_layout({"h": 2, "w": 2})
+    mesh = layout.spatial_mesh
+    whole = torch.arange(66.0).view(1, 33, 2)
+    part = distribute_tensor(whole, mesh, [Shard(1), Shard(1)], src_data_rank=None)
+    assert torch.equal(full_of(part), whole)
+    assert torch.equal(
+        recut(part.to_local(), spec_of(part), (Replicate(), Shard(1))), whole.chunk(2, 1)[mesh.get_local_rank("w")]
+    )
+    assert torch.equal(
+        recut(part.to_local(), spec_of(part), (Shard(1), Replicate())), whole.chunk(2, 1)[mesh.get_local_rank("h")]
+    )
+    assert torch.equal(cut_locally(whole, mesh, part.placements), part.to_local())
+    once = distribute_tensor(whole, mesh, [Replicate(), Shard(1)], src_data_rank=None)
+    assert torch.equal(recut(once.to_local(), spec_of(once), part.placements), part.to_local())
+
+
+def test_chunks_of_chunks_may_be_uneven():
+    run_ranks(run_uneven, 4)

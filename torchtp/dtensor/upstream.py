@@ -87,8 +87,38 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Plac
     """The local tensor under other placements, outside autograd; collective over the axes that change."""
     if spec.placements == placements:
         return local
+    if _cuts_twice(spec.placements) or _cuts_twice(placements):
+        first, *others = (
+            axis for axis, pair in enumerate(zip(spec.placements, placements, strict=True)) if pair[0] != pair[1]
+        )
+        if others or _cuts_twice(spec.placements[first:]) or _cuts_twice(placements[first:]):
+            return _redistributed_by_axis(local, spec, placements, first)
     target = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return redistribute_local_tensor(local, spec, target)
+
+
+def _cuts_twice(placements: tuple[Placement, ...]) -> bool:
+    dims = [p.dim for p in placements if plain_shard(p)]
+    return len(set(dims)) < len(dims)
+
+
+def _redistributed_by_axis(
+    local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...], first: int
+) -> torch.Tensor:
+    """One axis from the `first` one on after the other, inner ones made whole first and cut last.
+
+    Upstream takes several at once over the group of all, if there is one, as if their chunks were that group's: of a dim of
+    33 over 2 x 2 ranks these are 9, 9, 9, 6, and those 9, 8, 8, 8 (torch 2.13).
+    """
+    changed = [axis for axis in range(first, len(placements)) if not isinstance(spec.placements[axis], Replicate)]
+    steps: list[tuple[int, Placement]] = [(axis, Replicate()) for axis in reversed(changed)]
+    steps += [(axis, place) for axis, place in enumerate(placements) if axis >= first]
+    for axis, place in steps:
+        now = (*spec.placements[:axis], place, *spec.placements[axis + 1 :])
+        target = DTensorSpec(spec.mesh, now, tensor_meta=spec.tensor_meta)
+        local = redistribute_local_tensor(local, spec, target) if now != spec.placements else local
+        spec = target
+    return local
 
 
 def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
