@@ -7,6 +7,7 @@ import copy
 import datetime
 import functools
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,9 +125,14 @@ def register() -> None:
         _look_after_process()
 
 
+def _end_groups() -> None:
+    error = getattr(sys, "last_value", None)  # that Python has told of, and ends by
+    _open_groups.end("" if error is None else type(error).__name__)
+
+
 @functools.cache
 def _look_after_process() -> None:
-    atexit.register(_open_groups.end)  # before Python begins to end
+    atexit.register(_end_groups)  # before Python begins to end
     os.register_at_fork(
         before=_fork_guard.before_fork,
         after_in_parent=_fork_guard.after_fork_in_parent,

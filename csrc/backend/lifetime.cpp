@@ -34,13 +34,16 @@ void Lifetime::run(uint64_t sequence, const std::function<void()>& task) {
   runner_.run(task, [&] { engine_->handle_signals(where); });
 }
 
-void Lifetime::end() {
+void Lifetime::end(const std::string& error) {
   if (in_signal_handler()) {  // of a wait in this group, maybe: it ends by this, and the group when it can
     return engine_->abort(cat("rank ", engine_->rank(), " shut the group down in a signal handler"));
   }
   if (engine_->host()->is_forked()) return runner_.leave_as_it_is();
   const GilRelease release;
   if (over_.exchange(true)) return;
+  if (!error.empty() && runner_.is_busy()) {
+    engine_->abort(cat("rank ", engine_->rank(), " ended by an error (", error, ") with calls under way"));
+  }
   std::exception_ptr interruption;
   try {
     const auto where = [] { return std::string("the end of the group"); };

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "backend/device_group.h"
 #include "backend/engine.h"
@@ -27,8 +28,9 @@ class Lifetime {
   void run(uint64_t sequence, const std::function<void()>& task);
 
   // Finishes what is queued and leaves the group; the second time nothing. Throws what a signal handler raises
-  // meanwhile, once all has ended.
-  void end();
+  // meanwhile, once all has ended. With an `error` by which the program ends nothing is finished: who ends so cannot
+  // wait for others, and they hear why.
+  void end(const std::string& error = "");
 
  private:
   const std::shared_ptr<Engine> engine_;

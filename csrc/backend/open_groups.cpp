@@ -11,21 +11,21 @@ void OpenGroups::add(const std::shared_ptr<Lifetime>& group) {
   groups_.push_back(group);
 }
 
-void OpenGroups::end() {
+void OpenGroups::end(const std::string& error) {
   std::list<std::weak_ptr<Lifetime>> groups;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     groups = std::exchange(groups_, {});
   }
-  std::exception_ptr error;
+  std::exception_ptr thrown;
   for (const auto& each : groups) {
     try {
-      if (const auto group = each.lock()) group->end();
+      if (const auto group = each.lock()) group->end(error);
     } catch (...) {
-      error = std::current_exception();
+      thrown = std::current_exception();
     }
   }
-  if (error) std::rethrow_exception(error);
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 }  // namespace torchtp::backend

@@ -3,6 +3,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "backend/lifetime.h"
 
@@ -13,8 +14,8 @@ namespace torchtp::backend {
 class OpenGroups {
  public:
   void add(const std::shared_ptr<Lifetime>& group);
-  // Ends all. Goes on with the others where one throws, then throws that.
-  void end();
+  // Ends all, as Lifetime::end. Goes on with the others where one throws, then throws that.
+  void end(const std::string& error);
 
  private:
   std::mutex mutex_;

@@ -43,6 +43,11 @@ void Runner::run(const std::function<void()>& task, const std::function<void()>&
   state_->changed.notify_all();
 }
 
+bool Runner::is_busy() const {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->busy || !state_->queue.empty();
+}
+
 void Runner::stop() {
   {
     std::lock_guard<std::mutex> lock(state_->mutex);

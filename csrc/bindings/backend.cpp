@@ -21,7 +21,7 @@ void bind_backend(pybind11::module_& m) {
 
   py::class_<backend::OpenGroups, std::shared_ptr<backend::OpenGroups>>(m, "OpenGroups")
       .def(py::init())
-      .def("end", &backend::OpenGroups::end, py::call_guard<py::gil_scoped_release>());
+      .def("end", &backend::OpenGroups::end, py::arg("error") = "", py::call_guard<py::gil_scoped_release>());
 
   // torch._C's classes (Backend, Store) must be registered before the class that derives from one.
   py::module_::import("torch.distributed");
