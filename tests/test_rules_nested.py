@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import make_layout
 from rules import HW, check, device_mesh_of
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -168,3 +169,20 @@ def run_uneven():
 
 def test_chunks_of_chunks_may_be_uneven():
     run_ranks(run_uneven, 4)
+
+
+def run_parameters_of_others():
+    """Of a mesh that cuts no images, beside one that does: upstream's affair, on all torch the same."""
+    _marked()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    weight = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
+    with torchtp.strict():
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        (weight * weight).sum().backward()
+        optimizer.step()
+    assert weight.placements == weight.grad.placements == (Shard(0), Shard(0))
+    assert torch.equal(weight.full_tensor(), -torch.ones(8, 4))
+
+
+def test_parameters_of_other_parallelisms_stay_as_they_are_cut():
+    run_ranks(run_parameters_of_others, 4)

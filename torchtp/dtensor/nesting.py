@@ -59,11 +59,12 @@ def nested_dims(placements: Placements) -> frozenset[int]:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Whether several axes cut one dim of the tensor."""
+    """Whether several axes cut one dim of an activation. Parameters of other parallelisms are upstream's."""
     if not isinstance(tensor, DTensor):
         return False
-    placements = spec_of(tensor).placements
-    return len(placements) > 1 and bool(nested_dims(placements))
+    spec = spec_of(tensor)
+    dims = nested_dims(spec.placements) if len(spec.placements) > 1 else ()
+    return bool(dims) and (max(dims) >= 2 or bool(axes_of(spec.mesh).spatial))
 
 
 def may_nest(extent: int, sizes: Iterable[int]) -> bool:
