@@ -177,7 +177,7 @@ def run_parameters_of_others():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     weight = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0), Shard(0)], src_data_rank=None).requires_grad_()
     with torchtp.strict():
-        optimizer = torch.optim.SGD([weight], lr=1.0)
+        optimizer = torch.optim.SGD([weight], lr=1.0, foreach=True)
         (weight * weight).sum().backward()
         optimizer.step()
     assert weight.placements == weight.grad.placements == (Shard(0), Shard(0))
