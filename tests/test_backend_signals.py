@@ -213,6 +213,7 @@ def test_signals_of_a_program_whose_other_thread_waits():
 _STARTS = """
 import os, signal, sys, threading
 import torch, torch.distributed as dist
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests in the background may have it ignored
 rank = int(sys.argv[1])
 dist.init_process_group("torchtp", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 dist.barrier()

@@ -1,0 +1,217 @@
+"""Networks of libraries that people train with, small ones, and losses: what `benchmarks.networks` compares. Built when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to make a module that takes one image of `shape`."""
+
+    library: str  # as pip knows it
+    name: str
+    shape: Shape
+    build: Callable[[], nn.Module]
+
+
+class Called(nn.Module):
+    """A module behind the arguments and results that are its own."""
+
+    def __init__(self, module: nn.Module, call: Callable[[nn.Module, Tensor], Any]):
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self, image: Tensor) -> Any:
+        return self._call(self.module, image)
+
+
+class AfterConvolution(nn.Module):
+    """A loss or a filter of what a convolution makes of the image, and of the image itself, both between 0 and 1."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any]):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, 3, padding=1)
+        self.loss = loss
+
+    def forward(self, image: Tensor) -> Any:
+        return self.loss(torch.sigmoid(self.convolution(image)), image)
+
+
+def _of(module: str, name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(import_module(module), name)(**options)
+
+
+def _segmentation_models() -> list[Network]:
+    made = []
+    for name, encoder in [
+        ("Unet", "resnet18"), ("Unet", "mit_b0"), ("Unet", "timm-efficientnet-b0"), ("UnetPlusPlus", "mobilenet_v2"),
+        ("MAnet", "resnet18"), ("Linknet", "resnet18"), ("FPN", "efficientnet-b0"), ("PSPNet", "resnet18"),
+        ("PAN", "resnet18"), ("DeepLabV3", "resnet18"), ("DeepLabV3Plus", "resnet18"), ("UPerNet", "resnet18"),
+        ("Segformer", "mit_b0"),
+    ]:  # fmt: skip
+        build = _of("segmentation_models_pytorch", name, encoder_name=encoder, encoder_weights=None, classes=2)
+        made.append(Network("segmentation-models-pytorch", f"{name}, {encoder}", (2, 3, 128, 128), build))
+    return made
+
+
+def _monai() -> list[Network]:
+    small = {"in_channels": 1, "out_channels": 2}
+    unet = {"channels": (4, 8, 16), "strides": (2, 2)}
+    flat, solid = {"spatial_dims": 2, **small}, {"spatial_dims": 3, **small}
+    entries: list[tuple[str, Shape, dict[str, Any]]] = [
+        ("UNet", (1, 1, 64, 64), {**flat, **unet, "num_res_units": 2}),
+        ("UNet", (1, 1, 16, 32, 32), {**solid, **unet, "num_res_units": 2}),
+        ("DynUNet", (1, 1, 64, 64), {**flat, "kernel_size": [3] * 3, "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]}),
+        ("SegResNet", (1, 1, 16, 32, 32), {**solid, "init_filters": 8}),
+        ("AttentionUnet", (1, 1, 64, 64), {**flat, **unet}),
+        ("BasicUNetPlusPlus", (1, 1, 64, 64), {**flat, "features": (4, 4, 8, 8, 16, 4)}),
+        ("VNet", (1, 1, 32, 32, 32), solid),
+        ("SwinUNETR", (1, 1, 64, 64), {**flat, "feature_size": 12}),
+        ("UNETR", (1, 1, 64, 64), {**flat, "img_size": 64, "hidden_size": 48, "mlp_dim": 64, "num_heads": 4}),
+        ("HighResNet", (1, 1, 32, 32), flat),
+        ("MedNeXt", (1, 1, 32, 32), {**flat, "init_filters": 8}),
+        ("DenseNet121", (1, 3, 64, 64), {**flat, "in_channels": 3}),
+    ]  # fmt: skip
+    return [
+        Network("monai", name, shape, _of("monai.networks.nets", name, **options)) for name, shape, options in entries
+    ]
+
+
+def _diffusers() -> list[Network]:
+    blocks = {"layers_per_block": 1, "block_out_channels": (32, 64), "norm_num_groups": 8}
+
+    def unet() -> nn.Module:
+        module = _of(
+            "diffusers", "UNet2DModel", sample_size=64, in_channels=3, out_channels=3, attention_head_dim=8, **blocks,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )()  # fmt: skip
+        return Called(module, lambda m, x: m(x, torch.tensor([3])).sample)
+
+    def conditional() -> nn.Module:
+        module = _of(
+            "diffusers", "UNet2DConditionModel", sample_size=32, in_channels=4, out_channels=4, cross_attention_dim=16,
+            attention_head_dim=8, **blocks, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        )()  # fmt: skip
+        words = torch.randn(1, 5, 16)
+        return Called(module, lambda m, x: m(x, torch.tensor([3]), words.to(x.dtype)).sample)
+
+    def autoencoder() -> nn.Module:
+        module = _of(
+            "diffusers", "AutoencoderKL", **blocks, down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+        )()  # fmt: skip
+        return Called(module, lambda m, x: m.decode(m.encode(x).latent_dist.mode()).sample)
+
+    def transformer() -> nn.Module:
+        module = _of(
+            "diffusers", "DiTTransformer2DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
+            num_layers=2, sample_size=16, patch_size=2, num_embeds_ada_norm=10,
+        )()  # fmt: skip
+        return Called(module, lambda m, x: m(x, torch.tensor([3]), torch.tensor([1])).sample)
+
+    return [
+        Network("diffusers", "UNet2D", (1, 3, 64, 64), unet),
+        Network("diffusers", "UNet2DCondition", (1, 4, 32, 32), conditional),
+        Network("diffusers", "AutoencoderKL", (1, 3, 64, 64), autoencoder),
+        Network("diffusers", "DiT", (1, 4, 16, 16), transformer),
+    ]
+
+
+def _transformers() -> list[Network]:
+    stages: dict[str, Any] = {"depths": [1] * 4, "hidden_sizes": [8, 16, 24, 32]}
+    segformer = {**stages, "decoder_hidden_size": 16, "num_attention_heads": [1, 2, 2, 4]}
+    vit = {"hidden_size": 32, "num_attention_heads": 2, "image_size": 64, "intermediate_size": 64}
+    entries: list[tuple[str, str, Shape, str, dict[str, Any]]] = [
+        ("Segformer", "SegformerForSemanticSegmentation", (1, 3, 128, 128), "logits", segformer),
+        ("GLPN", "GLPNForDepthEstimation", (1, 3, 128, 128), "predicted_depth", segformer),
+        ("Dinov2", "Dinov2Model", (1, 3, 64, 64), "last_hidden_state", {**vit, "num_hidden_layers": 2, "patch_size": 8}),
+        ("DPT", "DPTForDepthEstimation", (1, 3, 64, 64), "predicted_depth",
+         {**vit, "num_hidden_layers": 4, "patch_size": 16, "backbone_out_indices": [0, 1, 2, 3],
+          "neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 8}),
+        ("Beit", "BeitForSemanticSegmentation", (2, 3, 64, 64), "logits",
+         {**vit, "num_hidden_layers": 4, "patch_size": 16, "out_indices": [0, 1, 2, 3], "use_relative_position_bias": True}),
+        ("Swin", "SwinModel", (1, 3, 64, 64), "last_hidden_state",
+         {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "image_size": 64, "window_size": 4}),
+        ("Swin2SR", "Swin2SRForImageSuperResolution", (1, 3, 32, 32), "reconstruction",
+         {"embed_dim": 16, "depths": [2], "num_heads": [2], "image_size": 32, "window_size": 4, "upscale": 2}),
+        ("MobileViT", "MobileViTForSemanticSegmentation", (2, 3, 128, 128), "logits", {"image_size": 128}),
+        ("FocalNet", "FocalNetModel", (1, 3, 64, 64), "last_hidden_state",
+         {"embed_dim": 16, "depths": [1, 1], "image_size": 64, "hidden_sizes": [16, 32], "focal_levels": [2, 2],
+          "focal_windows": [3, 3]}),
+        ("PoolFormer", "PoolFormerModel", (1, 3, 128, 128), "last_hidden_state", stages),
+    ]  # fmt: skip
+
+    def build(family: str, name: str, field: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
+        def made() -> nn.Module:
+            config = _of("transformers", f"{family}Config", **options)()
+            return Called(_of("transformers", name, config=config)(), lambda m, x: getattr(m(pixel_values=x), field))
+
+        return made
+
+    return [
+        Network("transformers", name, shape, build(family, name, field, options))
+        for family, name, shape, field, options in entries
+    ]
+
+
+def _detectors() -> list[Network]:
+    tasks = "ultralytics.nn.tasks"
+    return [
+        Network("ultralytics", name, (2, 3, 128, 128), _of(tasks, kind, cfg=f"{name}.yaml", ch=3, nc=4, verbose=False))
+        for name, kind in [
+            ("yolov5n", "DetectionModel"), ("yolov8n", "DetectionModel"), ("yolov8n-seg", "SegmentationModel"),
+            ("yolov9t", "DetectionModel"), ("yolov10n", "DetectionModel"), ("yolo11n", "DetectionModel"),
+            ("yolo12n", "DetectionModel"),
+        ]
+    ]  # fmt: skip
+
+
+def _losses_and_filters() -> list[Network]:
+    def kornia(where: str, name: str, *others: Any, **options: Any) -> Callable[[], nn.Module]:
+        def call(y: Tensor, x: Tensor) -> Any:
+            own = {"x": x, "labels": (x[:, 0] > 0.5).long(), "mask": (x[:, :1] > 0.5).long()}
+            given = [own[other] if isinstance(other, str) else other for other in others]
+            return getattr(import_module(f"kornia.{where}"), name)(y, *given, **options)
+
+        return lambda: AfterConvolution(call)
+
+    calls = {
+        "SSIM loss": kornia("losses", "ssim_loss", "x", 7),
+        "total variation": kornia("losses", "total_variation"),
+        "dice loss": kornia("losses", "dice_loss", "labels"),
+        "focal loss": kornia("losses", "focal_loss", "labels", 0.5, reduction="mean"),
+        "Lovasz softmax loss": kornia("losses", "lovasz_softmax_loss", "labels"),
+        "PSNR loss": kornia("losses", "psnr_loss", "x", 1.0),
+        "Sobel filter": kornia("filters", "sobel"),
+        "Gaussian blur": kornia("filters", "gaussian_blur2d", (5, 5), (1.0, 1.0)),
+        "bilateral blur": kornia("filters", "bilateral_blur", (3, 3), 0.1, (1.0, 1.0)),
+        "median blur": kornia("filters", "median_blur", (3, 3)),
+        "RGB to HSV": kornia("color", "rgb_to_hsv"),
+        "RGB to Lab": kornia("color", "rgb_to_lab"),
+        "pyramid": kornia("geometry.transform", "pyrdown"),
+        "Harris response": kornia("feature", "harris_response"),
+    }
+    made = [Network("kornia", name, (1, 3, 96, 96), build) for name, build in calls.items()]
+
+    def lpips() -> nn.Module:
+        return AfterConvolution(_of("lpips", "LPIPS", net="alex", pretrained=False, pnet_rand=True, verbose=False)())
+
+    return [*made, Network("lpips", "LPIPS, AlexNet", (1, 3, 96, 96), lpips)]
+
+
+def networks() -> list[Network]:
+    """All of them, whether their libraries are installed or not."""
+    return [
+        *_segmentation_models(), *_monai(), *_diffusers(), *_transformers(), *_detectors(), *_losses_and_filters(),
+    ]  # fmt: skip

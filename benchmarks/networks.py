@@ -1,0 +1,169 @@
+"""Networks of other libraries, cut, against the same on one device: outputs and all gradients, in float64.
+
+    python -m benchmarks.networks                     # those of every library that is installed
+    python -m benchmarks.networks monai "UNet, mit"   # whose library or name has one of these in it
+    python -m benchmarks.networks --mesh h=3 --mesh h=2,w=2
+
+Nothing is timed. `error` is the largest difference of an output or a gradient, as a share of the largest number in it (of a gradient: at
+least 1e-4 of the largest gradient, for some are nothing but rounding). What is gathered is told with its bytes, on each rank.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import warnings
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
+from tqdm import tqdm
+
+import torchtp
+from benchmarks.common import parser, report
+from benchmarks.library_networks import Network, networks
+from torchtp.dtensor.notice import told_to
+from torchtp.testing import run_ranks
+
+Row = dict[str, Any]
+Axes = dict[str, int]
+
+_TOLERANCE = 1e-6
+_DIMS = {"d": -3, "h": -2, "w": -1}
+
+
+def _made(network: Network) -> nn.Module:
+    """The same on every rank; without what is random in training."""
+    torch.manual_seed(0)
+    module = network.build().double().train()
+    for part in module.modules():
+        if type(part).__name__ == "DropPath":
+            part.drop_prob = 0.0
+        elif isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+    return module
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _step(module: nn.Module, image: Tensor) -> list[Tensor]:
+    """The outputs; afterwards the parameters have the gradients of a weighted sum of all of them."""
+    outputs = _tensors(module(image))
+    total = torch.zeros((), dtype=torch.float64)
+    for number, output in enumerate(output for output in outputs if output.requires_grad):
+        generator = torch.Generator().manual_seed(number)
+        weight = torch.rand(output.shape, generator=generator, dtype=output.dtype)
+        total = total + (output * weight).sum() / output.numel() ** 0.5
+    total.backward()
+    return outputs
+
+
+def _error(mine: Tensor, reference: Tensor, least: float = 0.0) -> float:
+    if mine.shape != reference.shape:
+        return float("inf")
+    scale = max(least, reference.abs().max().item()) if reference.numel() else 0.0
+    return (mine - reference).abs().max().item() / scale if scale else 0.0
+
+
+def _compare(network: Network, axes: Axes) -> Row:
+    image = torch.rand(network.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = _made(network)
+        expected = _step(one, image)
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        layout = torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
+        gathered: list[int] = []
+        with told_to(lambda op, shape, dtype: gathered.append(shape.numel() * dtype.itemsize)):
+            cut = torchtp.parallelize(_made(network), layout, output="full")
+            outputs = _step(cut, image)
+    if len(outputs) != len(expected):
+        raise AssertionError(f"{len(outputs)} outputs, not {len(expected)}")
+    errors = [_error(mine.detach(), reference.detach()) for mine, reference in zip(outputs, expected, strict=True)]
+    references = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+    least = 1e-4 * max((grad.abs().max().item() for grad in references.values()), default=0.0)
+    for name, parameter in cut.named_parameters():
+        if (parameter.grad is None) != (name not in references):
+            raise AssertionError(f"{name} has a gradient on one side only")
+        if parameter.grad is not None:
+            errors.append(_error(parameter.grad, references[name], least))
+    return {"error": max(errors), "gathers": len(gathered), "gathered_bytes": sum(gathered)}
+
+
+def compare(library: str, name: str, axes: Axes) -> Row:
+    """On every rank of a group; what goes wrong is in the row."""
+    network = next(each for each in networks() if (each.library, each.name) == (library, name))
+    try:
+        return _compare(network, axes)
+    except Exception as error:
+        return {"error": float("inf"), "gathers": 0, "gathered_bytes": 0, "failure": f"{type(error).__name__}: {error}"}
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _axes(text: str) -> Axes:
+    axes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
+    if not axes or not set(axes) <= set(_DIMS) or min(axes.values()) < 1:
+        raise ValueError(f"a mesh is written like h=2,w=2, of the axes d, h and w, not {text!r}")
+    return axes
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
+    made.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
+    args = made.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    meshes = args.mesh or [{"h": 2}, {"h": 3}, {"w": 2}, {"h": 2, "w": 2}]
+    chosen = [
+        each
+        for each in networks()
+        if not args.wanted or any(part in f"{each.library} {each.name}" for part in args.wanted)
+    ]
+    versions = {library: _version(library) for library in dict.fromkeys(each.library for each in chosen)}
+    present = [each for each in chosen if versions[each.library] is not None]
+    if args.quick:
+        present, meshes = present[:2], meshes[:1]
+    on_ranks = import_module("benchmarks.networks").compare  # under a name that ranks can import, not __main__
+    rows: list[Row] = []
+    for network, axes in tqdm([(network, axes) for network in present for axes in meshes], unit="network"):
+        size = 1
+        for number in axes.values():
+            size *= number
+        found = run_ranks(on_ranks, size, network.library, network.name, axes, backend="torchtp", timeout=300.0)
+        worst = max(found, key=lambda row: row["error"])
+        mesh = ",".join(f"{name}={number}" for name, number in axes.items())
+        rows.append(
+            {"library": network.library, "network": network.name, "shape": list(network.shape), "mesh": mesh, **worst}
+        )
+    report(
+        "networks",
+        rows,
+        {
+            "library": lambda row: row["library"],
+            "network": lambda row: row["network"],
+            "shape": lambda row: "x".join(map(str, row["shape"])),
+            "mesh": lambda row: row["mesh"],
+            "error": lambda row: row.get("failure", f"{row['error']:.0e}")[:80],
+            "gathers": lambda row: f"{row['gathers']} ({row['gathered_bytes'] / 2**20:.1f} MiB)" if row["gathers"] else "-",
+        },
+        args.out,
+        {"versions": versions, "not installed": [library for library, found in versions.items() if found is None]},
+    )  # fmt: skip
+    return int(any(not row["error"] <= _TOLERANCE for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
