@@ -83,7 +83,8 @@ def _monai() -> list[Network]:
         ("DenseNet121", (1, 3, 64, 64), {**flat, "in_channels": 3}),
     ]  # fmt: skip
     return [
-        Network("monai", name, shape, _of("monai.networks.nets", name, **options)) for name, shape, options in entries
+        Network("monai", f"{name}, {len(shape) - 2}-D", shape, _of("monai.networks.nets", name, **options))
+        for name, shape, options in entries
     ]
 
 
