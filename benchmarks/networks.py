@@ -11,7 +11,7 @@ least 1e-4 of the largest gradient, for some are nothing but rounding). What is 
 from __future__ import annotations
 
 import importlib.metadata
-import os
+import math
 import sys
 import warnings
 from importlib import import_module
@@ -125,7 +125,6 @@ def main() -> int:
     made.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
     made.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
     args = made.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     meshes = args.mesh or [{"h": 2}, {"h": 3}, {"w": 2}, {"h": 2, "w": 2}]
     chosen = [
         each
@@ -139,10 +138,9 @@ def main() -> int:
     on_ranks = import_module("benchmarks.networks").compare  # under a name that ranks can import, not __main__
     rows: list[Row] = []
     for network, axes in tqdm([(network, axes) for network in present for axes in meshes], unit="network"):
-        size = 1
-        for number in axes.values():
-            size *= number
-        found = run_ranks(on_ranks, size, network.library, network.name, axes, backend="torchtp", timeout=300.0)
+        found = run_ranks(
+            on_ranks, math.prod(axes.values()), network.library, network.name, axes, backend="torchtp", timeout=300.0
+        )
         worst = max(found, key=lambda row: row["error"])
         mesh = ",".join(f"{name}={number}" for name, number in axes.items())
         rows.append(

@@ -14,7 +14,7 @@ using State = net::Mail::State;
 
 constexpr milliseconds kLook{20};    // how often a wait looks after the group
 constexpr int kLooksOfLongWait = 5;  // after so many a wait is told to the other ranks of this host
-constexpr int kLooksBetweenSignals = 5;
+constexpr int kLooksBetweenSignals = shm::kBetweenSignals / kLook;
 constexpr milliseconds kTellTime{300};  // for telling a cause, and for hearing it
 constexpr milliseconds kGoodbyeTime{1000};
 

@@ -98,7 +98,6 @@ void HostsEngine::handle_signals(const std::function<std::string()>& where) {
 }
 
 void HostsEngine::stop() {
-  if (host_->is_forked()) return;
   watch_->stop();
   links_->part();
   host_->leave();

@@ -30,7 +30,11 @@ void Lifetime::submit(std::function<void()> task) {
 }
 
 void Lifetime::run(uint64_t sequence, const std::function<void()>& task) {
-  const auto where = [&] { return cat("the queue before call #", sequence); };
+  run_after([&] { return cat("the queue before call #", sequence); }, task);
+}
+
+// `where` this rank waits until it is the task's turn.
+void Lifetime::run_after(const std::function<std::string()>& where, const std::function<void()>& task) {
   runner_.run(task, [&] { engine_->handle_signals(where); });
 }
 
@@ -46,8 +50,7 @@ void Lifetime::end(const std::string& error) {
   }
   std::exception_ptr interruption;
   try {
-    const auto where = [] { return std::string("the end of the group"); };
-    if (!Runner::on_worker()) runner_.run([] {}, [&] { engine_->handle_signals(where); });
+    if (!Runner::on_worker()) run_after([] { return "the end of the group"; }, [] {});
   } catch (...) {
     interruption = std::current_exception();
   }

@@ -33,6 +33,8 @@ class Lifetime {
   void end(const std::string& error = "");
 
  private:
+  void run_after(const std::function<std::string()>& where, const std::function<void()>& task);
+
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<DeviceGroup> device_;
   std::atomic<bool> over_{false};

@@ -4,7 +4,6 @@
 
 #include "backend/signal_handlers.h"
 #include "backend/work.h"
-#include "core/deadline.h"
 #include "core/format.h"
 
 namespace torchtp::backend {
@@ -63,13 +62,7 @@ void PatientStore::ask(Step step) {
     state_->error.clear();
     state_->step = std::move(step);
     state_->changed.notify_all();
-    const Deadline deadline(timeout_);
-    while (!state_->changed.wait_for(lock, kBetweenSignals, is_done) && !deadline.passed()) {
-      lock.unlock();
-      run_signal_handlers();
-      lock.lock();
-    }
-    if (is_done()) {
+    if (wait_looking(state_->changed, lock, timeout_, is_done, run_signal_handlers)) {
       if (!state_->error.empty())
         throw StoreError(cat(kTheStore, "failed: ", state_->error, " (rank 0 or torchrun serves it)"));
       return;

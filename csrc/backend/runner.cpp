@@ -30,11 +30,7 @@ void Runner::run(const std::function<void()>& task, const std::function<void()>&
   }
   std::unique_lock<std::mutex> lock(state_->mutex);
   const auto is_free = [&] { return !state_->busy && state_->queue.empty(); };
-  while (!state_->changed.wait_for(lock, kBetweenSignals, is_free)) {
-    lock.unlock();
-    look();
-    lock.lock();
-  }
+  wait_looking(state_->changed, lock, kForever, is_free, look);
   state_->busy = true;
   lock.unlock();
   task();

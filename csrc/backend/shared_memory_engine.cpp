@@ -107,7 +107,6 @@ void SharedMemoryEngine::check() const { group_->check(); }
 void SharedMemoryEngine::abort(const std::string& why) noexcept { group_->abort(why); }
 
 void SharedMemoryEngine::stop() {
-  if (group_->is_forked()) return;
   std::unique_ptr<PointToPoint> messages;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -2,7 +2,6 @@
 
 #include <ATen/core/jit_type.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "backend/comms_event.h"
@@ -10,15 +9,12 @@
 #include "backend/gil.h"
 #include "backend/runner.h"
 #include "backend/signal_handlers.h"
-#include "core/deadline.h"
 #include "core/error.h"
 #include "core/format.h"
 #include "core/process.h"
 
 namespace torchtp::backend {
 namespace {
-
-constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
 c10::intrusive_ptr<c10::ivalue::Future> make_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
@@ -58,18 +54,15 @@ bool TorchtpWork::wait_for_others(std::chrono::milliseconds timeout) {
   const auto engine = engine_.lock();
   if (!engine || !on_main_thread()) return Work::wait(timeout);
   const auto where = [&] { return cat(name_of(retrieveOpType()), " #", sequence_); };
-  const Deadline deadline(timeout == kNoTimeout ? kForever : timeout);
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto is_done = [&] { return completed_; };
-  while (!cv_.wait_for(lock, std::min<std::chrono::nanoseconds>(kBetweenSignals, deadline.left()), is_done)) {
-    if (deadline.passed()) return Work::wait(std::chrono::milliseconds(1));
-    lock.unlock();
+  const auto look = [&] {
     refuse_in_signal_handler("wait()");
     engine->handle_signals(where);
-    lock.lock();
-  }
+  };
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto is_done = [&] { return completed_; };
+  const bool done = wait_looking(cv_, lock, timeout == kNoTimeout ? kForever : timeout, is_done, look);
   lock.unlock();
-  return Work::wait(kNoTimeout);
+  return Work::wait(done ? kNoTimeout : std::chrono::milliseconds(1));  // which tells of the timeout
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchtpWork::getFuture() {

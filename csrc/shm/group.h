@@ -40,6 +40,9 @@ inline Fingerprint making() {
   return print;
 }
 
+// How often a long wait lets the program handle signals.
+constexpr std::chrono::milliseconds kBetweenSignals{100};
+
 // Rank 0's sizes count for all ranks; a timeout is each rank's own.
 struct GroupOptions {
   size_t slot_bytes = size_t{512} << 10;  // rounded up to pages
@@ -56,7 +59,7 @@ struct GroupOptions {
   std::function<std::string(const Fingerprint&, const std::string& label)> describe;
   std::function<void(const std::string&)> warn;  // takes reports of stalls; without it they go to stderr
   std::shared_ptr<Whereabouts> whereabouts;      // of this process; without it peers are not told where it waits
-  // Called about ten times a second by whoever waits long, on its thread, to let the program handle signals. What it
+  // Called every kBetweenSignals by whoever waits long, on its thread, to let the program handle signals. What it
   // throws ends the wait, and with it the group: "rank 0 was interrupted by a signal (<what()>) while ...".
   std::function<void()> handle_signals;
 };

@@ -27,7 +27,6 @@ constexpr auto kYieldTime = milliseconds(1);
 constexpr auto kFirstNap = milliseconds(2);
 constexpr auto kLongWait = milliseconds(100);   // is told to the peers, of all groups
 constexpr auto kLongestNap = milliseconds(25);  // a death is noticed so soon at the latest
-constexpr auto kBetweenSignals = milliseconds(100);
 
 // Tells the processor that this is a spinning loop.
 void pause_briefly() {

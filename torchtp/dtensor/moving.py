@@ -124,6 +124,16 @@ def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> tor
     return redistributed(local, swaps, placements)
 
 
+def recut_tensor(tensor: DTensor, placements: Placements) -> DTensor:
+    """The same of a DTensor, outside autograd."""
+    return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
+
+
+def put_into(part: DTensor, whole: DTensor) -> None:
+    """Writes a tensor into another of its shape, however each is cut."""
+    local_of(whole).copy_(recut(local_of(part), spec_of(part), spec_of(whole).placements))
+
+
 def gathers(old: Placements, new: Placements) -> bool:
     """Whether `recut` makes something whole that was cut."""
     changes = [pair for pair in zip(old, new, strict=True) if pair[0] != pair[1]]
@@ -136,7 +146,7 @@ class Recut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, sums_done(tensor.placements)
-        return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
+        return recut_tensor(tensor, placements)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, wrap
-from torchtp.dtensor.moving import Recut, recut
+from torchtp.dtensor.cut import Placements, axes_of
+from torchtp.dtensor.moving import Recut, gathers, put_into, recut_tensor
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.upstream import (
     DTensor,
@@ -24,7 +23,7 @@ from torchtp.dtensor.upstream import (
     Placement,
     Replicate,
     Shard,
-    local_of,
+    nested_dims,
     plain_shard,
     spec_of,
 )
@@ -51,13 +50,6 @@ def takes_nested_if(untouched: Untouched) -> Callable[[Handler], Handler]:
     return mark
 
 
-@lru_cache(4096)
-def nested_dims(placements: Placements) -> frozenset[int]:
-    """The dims that several axes cut."""
-    dims = [p.dim for p in placements if plain_shard(p)]
-    return frozenset(dim for dim in dims if dims.count(dim) > 1)
-
-
 def is_nested(tensor: Any) -> bool:
     """Whether several axes cut one dim of an activation. Parameters of other parallelisms are upstream's."""
     if not isinstance(tensor, DTensor):
@@ -67,15 +59,19 @@ def is_nested(tensor: Any) -> bool:
     return bool(dims) and (max(dims) >= 2 or bool(axes_of(spec.mesh).spatial))
 
 
+def _holds_nested(arg: Any) -> bool:
+    return any(map(is_nested, arg)) if isinstance(arg, (list, tuple)) else is_nested(arg)
+
+
 def may_nest(extent: int, sizes: Iterable[int]) -> bool:
     """Whether chunks of a dim, chunked again, are as long as one another: what rules for such dims rely on."""
     return extent > 0 and extent % math.prod(sizes) == 0
 
 
-def flat_placements(tensor: DTensor) -> Placements:
+def _flat_placements(op: Op, tensor: DTensor) -> Placements:
     """Placements with one axis for a dim: the inner axes cut the dim behind it of an image, W for H, or the images.
 
-    Where there is neither they cut nothing.
+    Where there is neither they cut nothing, with notice.
     """
     spec = spec_of(tensor)
     sizes, shape = axes_of(spec.mesh).sizes, tensor.shape
@@ -97,29 +93,20 @@ def flat_placements(tensor: DTensor) -> Placements:
             placements[axis] = Replicate()
             continue
         held.add(placements[axis].dim)  # type: ignore[attr-defined]
-    return tuple(placements)
+    wanted = tuple(placements)
+    if gathers(spec.placements, wanted):
+        notice.gathering(op, tensor.shape, tensor.dtype)
+    return wanted
 
 
 def flat(op: Op, tensor: DTensor) -> DTensor:
     """The tensor with one axis for a dim; outside autograd."""
-    placements = flat_placements(tensor)
-    _tell(op, tensor, placements)
-    return wrap(recut(local_of(tensor), spec_of(tensor), placements), tensor.device_mesh, placements, tensor.shape)
+    return recut_tensor(tensor, _flat_placements(op, tensor))
 
 
 def flat_recorded(op: Op, leaf: Any) -> Any:
     """The same, recorded by autograd; anything else as it is."""
-    if not is_nested(leaf):
-        return leaf
-    placements = flat_placements(leaf)
-    _tell(op, leaf, placements)
-    return Recut.apply(leaf, placements)
-
-
-def _tell(op: Op, tensor: DTensor, placements: Placements) -> None:
-    old = spec_of(tensor).placements
-    if any(a != b and isinstance(b, Replicate) for a, b in zip(old, placements, strict=True)):
-        notice.gathering(op, tensor.shape, tensor.dtype)
+    return Recut.apply(leaf, _flat_placements(op, leaf)) if is_nested(leaf) else leaf
 
 
 def guarded(handler: Handler) -> Handler:
@@ -129,12 +116,8 @@ def guarded(handler: Handler) -> Handler:
     untouched = _takers.get(handler)
 
     def guard(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for arg in args:
-            if is_nested(arg) or (isinstance(arg, (list, tuple)) and any(map(is_nested, arg))):
-                break
-        else:
-            if not any(map(is_nested, kwargs.values())):
-                return handler(op, args, kwargs)
+        if not any(map(_holds_nested, args)) and not any(map(is_nested, kwargs.values())):
+            return handler(op, args, kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_nested(leaf)]
         dims = {dim for leaf in leaves for dim in nested_dims(spec_of(leaf).placements)}
         if untouched is not None and untouched(op, args, kwargs, dims):
@@ -164,17 +147,13 @@ def _of_flat(op: Op, handler: Handler, args: tuple[Any, ...], kwargs: dict[str, 
     if op._schema.is_mutable:
         given = {id(made[id(leaf)]): leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in made}
         for leaf in given.values():
-            _write_back(made[id(leaf)], leaf)
+            put_into(made[id(leaf)], leaf)
         return pytree.tree_map(lambda result: given.get(id(result), result), results)
     if op.is_view and is_nested(args[0]):
         several = isinstance(results, (list, tuple))
         for index, part in enumerate(results if several else [results]):
             _link(op, handler, args[0], part, (flat_args[1:], flat_kwargs), index if several else None)
     return results
-
-
-def _write_back(part: DTensor, whole: DTensor) -> None:
-    local_of(whole).copy_(recut(local_of(part), spec_of(part), spec_of(whole).placements))
 
 
 def _link(op: Op, handler: Handler, whole: DTensor, part: DTensor, others: Any, index: int | None) -> None:
@@ -187,6 +166,6 @@ def _link(op: Op, handler: Handler, whole: DTensor, part: DTensor, others: Any, 
     def put(part: DTensor, whole: DTensor) -> None:
         moved = flat(op, whole)
         torch.ops.aten.copy_.default(view_of(moved), part)
-        _write_back(moved, whole)
+        put_into(moved, whole)
 
     linked(whole, part, lambda whole: view_of(flat(op, whole)), put)

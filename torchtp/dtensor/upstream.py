@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "local_of",
     "make_dtensor",
     "make_spec",
+    "nested_dims",
     "passthrough",
     "plain_shard",
     "real_mesh",
@@ -49,6 +51,13 @@ __all__ = [
 def plain_shard(placement: Placement) -> TypeGuard[Shard]:
     """Cut into consecutive pieces, as torch.chunk does it."""
     return type(placement) is Shard
+
+
+@lru_cache(4096)
+def nested_dims(placements: tuple[Placement, ...]) -> frozenset[int]:
+    """The dims that several axes cut."""
+    dims = [p.dim for p in placements if plain_shard(p)]
+    return frozenset(dim for dim in dims if dims.count(dim) > 1)
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
@@ -87,19 +96,14 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Plac
     """The local tensor under other placements, outside autograd; collective over the axes that change."""
     if spec.placements == placements:
         return local
-    if _cuts_twice(spec.placements) or _cuts_twice(placements):
+    if nested_dims(spec.placements) or nested_dims(placements):
         first, *others = (
             axis for axis, pair in enumerate(zip(spec.placements, placements, strict=True)) if pair[0] != pair[1]
         )
-        if others or _cuts_twice(spec.placements[first:]) or _cuts_twice(placements[first:]):
+        if others or nested_dims(spec.placements[first:]) or nested_dims(placements[first:]):
             return _redistributed_by_axis(local, spec, placements, first)
     target = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return redistribute_local_tensor(local, spec, target)
-
-
-def _cuts_twice(placements: tuple[Placement, ...]) -> bool:
-    dims = [p.dim for p in placements if plain_shard(p)]
-    return len(set(dims)) < len(dims)
 
 
 def _redistributed_by_axis(

@@ -11,7 +11,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of, dense_stride, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import everywhere, pulled, pushed, recut, same_chunks, scaled
+from torchtp.dtensor.moving import everywhere, pulled, pushed, put_into, recut, same_chunks, scaled
 from torchtp.dtensor.nesting import flat, may_nest, takes_nested
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import rule, spatial_rule
@@ -25,6 +25,7 @@ from torchtp.dtensor.upstream import (
     Shard,
     become,
     local_of,
+    nested_dims,
     plain_shard,
     spec_of,
 )
@@ -101,8 +102,7 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _put_reshaped(part: DTensor, whole: DTensor) -> None:
-    spec, back = spec_of(whole), _reshaped_anyhow(part, whole.shape)
-    local_of(whole).copy_(recut(local_of(back), spec_of(back), spec.placements))
+    put_into(_reshaped_anyhow(part, whole.shape), whole)
 
 
 def _reshaped_anyhow(tensor: DTensor, shape: torch.Size) -> DTensor:
@@ -145,8 +145,8 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         assert axis is not None
         target = wide_out[0]
         inside, inside_out = tensor.size(dim), shape[target]
-        nested = [inner for inner, p in enumerate(placements) if plain_shard(p) and p.dim == dim]
-        if len(nested) > 1:
+        if dim in nested_dims(placements):
+            nested = [inner for inner, p in enumerate(placements) if plain_shard(p) and p.dim == dim]
             over = [axes_of(mesh).sizes[inner] for inner in nested]
             if not (may_nest(inside, over) and may_nest(inside_out, over)):
                 flattened = _reshaped(flat(aten.view.default, tensor), shape)
