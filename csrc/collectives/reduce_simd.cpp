@@ -1,5 +1,7 @@
 #include "collectives/reduce_simd.h"
 
+#include <algorithm>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -11,8 +13,11 @@ std::vector<SimdReduction*> simd_reductions() {
 #if defined(__x86_64__)
   unsigned int a = 0, b = 0, c = 0, d = 0;
   const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) found.push_back(avx512::reduce);
-  if (__builtin_cpu_supports("avx2") && has_f16c) found.push_back(avx2::reduce);
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) {
+    if (avx512_bf16::is_here()) found.push_back(avx512_bf16::reduce);
+    found.push_back(avx512::reduce);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c) found.push_back(avx2::reduce);
 #endif
   return found;
 }
@@ -20,7 +25,8 @@ std::vector<SimdReduction*> simd_reductions() {
 bool reduce_simd(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
                  c10::ScalarType dtype, ReduceOp op, int divisor) {
   static const std::vector<SimdReduction*> reductions = simd_reductions();
-  return !reductions.empty() && reductions[0](outputs, inputs, count, dtype, op, divisor);
+  return std::any_of(reductions.begin(), reductions.end(),
+                     [&](SimdReduction* reduction) { return reduction(outputs, inputs, count, dtype, op, divisor); });
 }
 
 }  // namespace torchtp::collectives

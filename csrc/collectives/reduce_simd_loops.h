@@ -1,7 +1,7 @@
 #pragma once
 
 // For a file that has defined TORCHTP_TARGET, the instructions it may use, and TORCHTP_VECTOR, the same for what is
-// always inlined: `reduce_floats<V>()`, V being what that file says of its vectors.
+// always inlined: `reduce_format<V, Format<V>>()`, V being what that file says of its vectors.
 //
 // Everything between the loads of a number and its store stays in registers. Compilers do not see through the
 // conversions of c10::Half and c10::BFloat16, element by element they take several times as long as the memory.
@@ -13,6 +13,9 @@
 
 namespace torchtp::collectives {
 namespace {
+
+// Of each kind, inputs and outputs: the ranks of a group. More, over hosts, are few bytes each.
+constexpr int kMostStreams = 64;
 
 // Twice V::kLanes numbers in fp32; which of the two holds which is the format's affair.
 template <typename V>
@@ -39,12 +42,17 @@ template <typename V>
 struct Fp16 {
   using Number = uint16_t;
   TORCHTP_VECTOR static Wide<V> load(const uint16_t* in) { return {V::load_fp16(in), V::load_fp16(in + V::kLanes)}; }
-  using Result = typename V::Bits;
+  struct Result {
+    decltype(V::round_fp16(typename V::Floats())) a, b;
+  };
   template <int64_t kNum>
   TORCHTP_VECTOR static void round(const Wide<V> (&values)[kNum], Result (&results)[kNum]) {
-    for (int64_t u = 0; u < kNum; ++u) results[u] = V::pair_fp16(values[u].a, values[u].b);
+    for (int64_t u = 0; u < kNum; ++u) results[u] = {V::round_fp16(values[u].a), V::round_fp16(values[u].b)};
   }
-  TORCHTP_VECTOR static void store(uint16_t* out, const Result& value) { V::store_bits(out, value); }
+  TORCHTP_VECTOR static void store(uint16_t* out, const Result& value) {
+    V::store_fp16(out, value.a);
+    V::store_fp16(out + V::kLanes, value.b);
+  }
 };
 
 template <typename V>
@@ -58,12 +66,12 @@ struct Bf16 {
   using Result = typename V::Bits;
   template <int64_t kNum>
   TORCHTP_VECTOR static void round(const Wide<V> (&values)[kNum], Result (&results)[kNum]) {
-    auto nan = V::any_nan(values[0].a, values[0].b);
-    for (int64_t u = 1; u < kNum; ++u) nan |= V::any_nan(values[u].a, values[u].b);
-    for (int64_t u = 0; u < kNum; ++u) {
-      Wide<V> value = values[u];
-      if (__builtin_expect(nan != 0, 0)) value = {V::without_payload(value.a), V::without_payload(value.b)};
-      results[u] = V::pair_bf16(value.a, value.b);
+    auto hard = V::hard_for_bf16(values[0].a, values[0].b);
+    for (int64_t u = 1; u < kNum; ++u) hard |= V::hard_for_bf16(values[u].a, values[u].b);
+    if (__builtin_expect(hard != 0, 0)) {
+      for (int64_t u = 0; u < kNum; ++u) results[u] = V::pair_any_bf16(values[u].a, values[u].b);
+    } else {
+      for (int64_t u = 0; u < kNum; ++u) results[u] = V::pair_bf16(values[u].a, values[u].b);
     }
   }
   TORCHTP_VECTOR static void store(uint16_t* out, const Result& value) { V::store_bits(out, value); }
@@ -92,6 +100,23 @@ struct Select {
   }
 };
 
+// Where the numbers come from and go to. A copy on the stack, which no store of numbers can be taken to change; and
+// with the numbers of both known beforehand there are no loops over them: for two ranks 0.6 to 0.8 of the time
+// together.
+template <int kInputs = 0, int kOutputs = 0>
+struct Streams {
+  const std::byte* inputs[kInputs == 0 ? kMostStreams : kInputs];
+  std::byte* outputs[kOutputs == 0 ? kMostStreams : kOutputs];
+  int inputs_told, outputs_told;
+  Streams(const Outputs& to, const std::vector<const std::byte*>& from)
+      : inputs_told(static_cast<int>(from.size())), outputs_told(static_cast<int>(to.end() - to.begin())) {
+    std::copy(from.begin(), from.end(), inputs);
+    std::copy(to.begin(), to.end(), outputs);
+  }
+  int num_inputs() const { return kInputs == 0 ? inputs_told : kInputs; }
+  int num_outputs() const { return kOutputs == 0 ? outputs_told : kOutputs; }
+};
+
 template <typename V, typename Format, typename Op>
 class Loop {
   using Number = typename Format::Number;
@@ -104,51 +129,59 @@ class Loop {
   static constexpr int64_t kLine = 64 / sizeof(Number);
 
  public:
-  TORCHTP_TARGET static void run(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
-                                 int divisor) {
+  static void run(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count, int divisor) {
+    const int64_t num_outputs = outputs.end() - outputs.begin();
+    if (inputs.size() == 2 && num_outputs == 2) return run(Streams<2, 2>(outputs, inputs), count, divisor);
+    if (inputs.size() == 2 && num_outputs == 1) return run(Streams<2, 1>(outputs, inputs), count, divisor);
+    run(Streams<>(outputs, inputs), count, divisor);
+  }
+
+ private:
+  template <typename Streams>
+  TORCHTP_TARGET static void run(const Streams streams, int64_t count, int divisor) {
     int64_t i = 0;
     // Not past the end: there another rank is at work on what its cache holds.
     const int64_t far = count - kAhead;
-    for (; i + kStep <= far; i += kStep) step<true>(outputs, inputs, i, divisor);
-    for (; i + kStep <= count; i += kStep) step<false>(outputs, inputs, i, divisor);
+    for (; i + kStep <= far; i += kStep) step<true>(streams, i, divisor);
+    for (; i + kStep <= count; i += kStep) step<false>(streams, i, divisor);
     // The rest by the same instructions, so that a result does not depend on where its element lies.
     for (; i < count; i += kLanes) {
       const size_t num_bytes = static_cast<size_t>(std::min(kLanes, count - i)) * sizeof(Number);
       Number rest[kLanes] = {};
       Wide<V> value[1] = {};
-      for (size_t r = 0; r < inputs.size(); ++r) {
-        std::memcpy(rest, numbers(inputs[r]) + i, num_bytes);
+      for (int r = 0; r < streams.num_inputs(); ++r) {
+        std::memcpy(rest, numbers(streams.inputs[r]) + i, num_bytes);
         value[0] = r == 0 ? Format::load(rest) : apply(value[0], Format::load(rest));
       }
       value[0] = finish(value[0], divisor);
       typename Format::Result result[1];
       Format::round(value, result);
       Format::store(rest, result[0]);
-      for (std::byte* const bytes : outputs) std::memcpy(reinterpret_cast<Number*>(bytes) + i, rest, num_bytes);
+      for (int r = 0; r < streams.num_outputs(); ++r) std::memcpy(numbers(streams.outputs[r]) + i, rest, num_bytes);
     }
   }
 
- private:
   static const Number* numbers(const std::byte* bytes) { return reinterpret_cast<const Number*>(bytes); }
+  static Number* numbers(std::byte* bytes) { return reinterpret_cast<Number*>(bytes); }
   TORCHTP_VECTOR static void request(const Number* in) {
     for (int64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(in + line);
   }
-  template <bool kFar>
-  TORCHTP_VECTOR static void step(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t i,
-                                  int divisor) {
+  template <bool kFar, typename Streams>
+  TORCHTP_VECTOR static void step(const Streams& streams, int64_t i, int divisor) {
     Wide<V> value[kUnrolled];
-    if constexpr (kFar) request(numbers(inputs[0]) + i + kAhead);
-    for (int64_t u = 0; u < kUnrolled; ++u) value[u] = Format::load(numbers(inputs[0]) + i + u * kLanes);
-    for (size_t r = 1; r < inputs.size(); ++r) {
-      const Number* const in = numbers(inputs[r]) + i;
+    const Number* in = numbers(streams.inputs[0]) + i;
+    if constexpr (kFar) request(in + kAhead);
+    for (int64_t u = 0; u < kUnrolled; ++u) value[u] = Format::load(in + u * kLanes);
+    for (int r = 1; r < streams.num_inputs(); ++r) {
+      in = numbers(streams.inputs[r]) + i;
       if constexpr (kFar) request(in + kAhead);
       for (int64_t u = 0; u < kUnrolled; ++u) value[u] = apply(value[u], Format::load(in + u * kLanes));
     }
     typename Format::Result result[kUnrolled];
     for (int64_t u = 0; u < kUnrolled; ++u) value[u] = finish(value[u], divisor);
     Format::round(value, result);
-    for (std::byte* const bytes : outputs) {
-      Number* const out = reinterpret_cast<Number*>(bytes) + i;
+    for (int r = 0; r < streams.num_outputs(); ++r) {
+      Number* const out = numbers(streams.outputs[r]) + i;
       for (int64_t u = 0; u < kUnrolled; ++u) Format::store(out + u * kLanes, result[u]);
     }
   }
@@ -165,6 +198,7 @@ class Loop {
 template <typename V, typename Format>
 bool reduce_format(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op,
                    int divisor) {
+  if (inputs.size() > kMostStreams || outputs.end() - outputs.begin() > kMostStreams) return false;
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kPremulSum:
@@ -182,21 +216,6 @@ bool reduce_format(const Outputs& outputs, const std::vector<const std::byte*>& 
     case ReduceOp::kMax:
       Loop<V, Format, Select<false>>::run(outputs, inputs, count, 1);
       return true;
-    default:
-      return false;
-  }
-}
-
-template <typename V>
-bool reduce_floats(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
-                   c10::ScalarType dtype, ReduceOp op, int divisor) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return reduce_format<V, Fp32<V>>(outputs, inputs, count, op, divisor);
-    case c10::ScalarType::Half:
-      return reduce_format<V, Fp16<V>>(outputs, inputs, count, op, divisor);
-    case c10::ScalarType::BFloat16:
-      return reduce_format<V, Bf16<V>>(outputs, inputs, count, op, divisor);
     default:
       return false;
   }
