@@ -23,7 +23,8 @@ void allgather(const Call& call, const std::byte* input, const std::vector<std::
     stage_bytes(group, group.slot(rank), input + offset, size);
     group.round(print);
     for (int r = 0; r < group.size(); ++r) {
-      if (r != rank) result_copy(outputs[r] + offset, group.peer_slot(r), size, num_bytes * group.size());
+      if (r == rank) continue;
+      take_bytes(outputs[r] + offset, group.peer_slot(r), size, num_bytes * group.size(), group.size() == 2);
     }
   });
 }

@@ -80,8 +80,8 @@ void alltoall(const Call& call, const std::vector<const std::byte*>& inputs, con
     }
     for (int r = 0; r < num_ranks; ++r) {
       if (r == rank) continue;
-      result_copy(outputs[r] + offset, group.peer_slot(r) + layout.pieces + rank * layout.piece_bytes,
-                  size_at(receive_bytes[r], offset), receive_bytes[r] * num_ranks);
+      take_bytes(outputs[r] + offset, group.peer_slot(r) + layout.pieces + rank * layout.piece_bytes,
+                 size_at(receive_bytes[r], offset), receive_bytes[r] * num_ranks, true);
     }
     offset += layout.piece_bytes;
   } while (offset < longest);

@@ -26,7 +26,7 @@ void broadcast(const Call& call, std::byte* data, int64_t count, c10::ScalarType
   for_each_chunk(num_bytes, align_down(group.slot_bytes()), [&](size_t offset, size_t size) {
     if (is_root) stage_bytes(group, group.slot(root), data + offset, size);
     group.round(print);
-    if (!is_root) result_copy(data + offset, group.peer_slot(root), size, num_bytes);
+    if (!is_root) take_bytes(data + offset, group.peer_slot(root), size, num_bytes, group.size() == 2);
   });
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "collectives/reduce_op.h"
+#include "core/claim_lines.h"
 #include "core/stream_copy.h"
 #include "shm/group.h"
 
@@ -72,6 +73,15 @@ inline void copy_bytes(std::byte* out, const std::byte* in, size_t num_bytes) {
 // The same into memory that another rank of the group reads next.
 inline void stage_bytes(shm::Group& group, std::byte* out, const std::byte* in, size_t num_bytes) {
   group.staging().copy(out, in, num_bytes);
+}
+
+// A piece of a result of `total_bytes` out of a slot, where `sole` is whether no other rank reads it there.
+inline void take_bytes(std::byte* out, std::byte* staged, size_t num_bytes, size_t total_bytes, bool sole) {
+  if (sole) {
+    claiming_copy(out, staged, num_bytes, total_bytes);
+  } else {
+    result_copy(out, staged, num_bytes, total_bytes);
+  }
 }
 
 // Calls body(offset, size) for the pieces of [0, num_bytes), at least once, so that an empty message is a round too.

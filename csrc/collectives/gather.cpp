@@ -14,7 +14,7 @@ void gather(const Call& call, const std::byte* input, const std::vector<std::byt
     group.round(print);
     if (rank != root) return;
     for (int r = 0; r < group.size(); ++r) {
-      if (r != root) copy_bytes(outputs[r] + offset, group.peer_slot(r), size);
+      if (r != root) take_bytes(outputs[r] + offset, group.peer_slot(r), size, num_bytes, true);
     }
   });
 }

@@ -42,6 +42,7 @@ class Pieces {
         if (pieces_[i].owner != group_.rank() || size == 0) continue;
         for (int r = 0; r < group_.size(); ++r) inputs[r] = group_.peer_slot(r) + i * part_bytes;
         reduce_inputs(pieces_[i].output + offset, inputs, static_cast<int64_t>(size / item_bytes_), dtype_, op);
+        for (int r = 0; r < group_.size(); ++r) claim_lines(group_.peer_slot(r) + i * part_bytes, size);
       }
     });
   }
@@ -79,7 +80,8 @@ class Pieces {
       for (size_t i = 0; i < pieces_.size(); ++i) {
         const size_t size = size_at(pieces_[i], offset, part_bytes);
         if (pieces_[i].owner == group_.rank() || size == 0) continue;
-        copy_bytes(pieces_[i].output + offset, group_.peer_slot(pieces_[i].owner) + place[i] * part_bytes, size);
+        take_bytes(pieces_[i].output + offset, group_.peer_slot(pieces_[i].owner) + place[i] * part_bytes, size,
+                   bytes_of(pieces_[i]), group_.size() == 2);
       }
     });
   }

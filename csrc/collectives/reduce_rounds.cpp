@@ -6,9 +6,6 @@ namespace torchtp::collectives {
 
 namespace {
 
-// A block stays in the second-level cache between being reduced and being staged.
-constexpr size_t kBlockBytes = 64 * 1024;
-
 // Up to here a copy into the slot costs less than the second round that reading a heap needs.
 constexpr size_t kTinyBytes = 8 * 1024;
 
@@ -65,6 +62,7 @@ class Reduction {
     if (!wanted_) return;
     for (int r = 0; r < size_; ++r) inputs_[r] = r == rank_ ? data_ : group_.peer_slot(r);
     reduce(data_, num_bytes_);
+    if (size_ == 2) claim_lines(group_.peer_slot(1 - rank_), num_bytes_);
   }
 
   bool any_in_heap() const {
@@ -88,50 +86,49 @@ class Reduction {
     group_.round(print_);
   }
 
-  // Slot of a round: [a chunk of my input, less my share | my reduced share of the chunk before]. Each round stages
-  // chunk c and the share of chunk c - 1, then spreads the shares of chunk c - 1 to the output: one synchronisation a
-  // chunk.
+  // Each rank reduces its share of a chunk where it lies in the slots, and the results go into the output and back into
+  // the slots, from where their owners take them after the next round: one synchronisation a chunk.
   void run_staged() {
-    const size_t lines = group_.slot_bytes() / kAlignment;
-    const size_t chunk_bytes = (lines - 1) * size_ / (size_ + 1) * kAlignment;
+    const size_t chunk_bytes = align_down(group_.slot_bytes());
     const size_t num_chunks = (num_bytes_ + chunk_bytes - 1) / chunk_bytes;
     const auto chunk = [&](size_t c) { return Range{c * chunk_bytes, std::min((c + 1) * chunk_bytes, num_bytes_)}; };
     for (size_t c = 0; c <= num_chunks; ++c) {
-      std::byte* slot = group_.slot(rank_);
-      if (c > 0) reduce_share(chunk(c - 1), slot + chunk_bytes);
-      if (c < num_chunks) stage_for_others(slot, chunk(c));
+      if (c < num_chunks) stage_for_others(chunk(c));
       group_.round(print_);
-      if (c == 0 || !wanted_) continue;
-      for (int r = 0; r < size_; ++r) {
-        if (r == rank_) continue;
-        const Range share = share_of(r, size_, chunk(c - 1).size());
-        copy_bytes(data_ + chunk(c - 1).begin + share.begin, group_.peer_slot(r) + chunk_bytes, share.size());
-      }
+      if (c > 0 && wanted_) take_shares(chunk(c - 1));
+      if (c < num_chunks) reduce_share(chunk(c));
     }
   }
 
   // All of the chunk but my share: nobody else reads that one.
-  void stage_for_others(std::byte* slot, const Range& chunk) {
+  void stage_for_others(const Range& chunk) {
+    std::byte* const slot = group_.slot(rank_);
     const Range share = share_of(rank_, size_, chunk.size());
     stage_bytes(group_, slot, data_ + chunk.begin, share.begin);
     stage_bytes(group_, slot + share.end, data_ + chunk.begin + share.end, chunk.size() - share.end);
   }
 
-  // Reduces my share of the chunk in the peers' slots to `out`, by way of the output where that is wanted too.
-  void reduce_share(const Range& chunk, std::byte* out) {
+  void reduce_share(const Range& chunk) {
     const Range share = share_of(rank_, size_, chunk.size());
-    for (size_t begin = share.begin; begin < share.end; begin += kBlockBytes) {
-      const size_t size = std::min(kBlockBytes, share.end - begin);
-      std::byte* const staged = out + (begin - share.begin);
-      for (int r = 0; r < size_; ++r) {
-        inputs_[r] = r == rank_ ? data_ + chunk.begin + begin : group_.peer_slot(r) + begin;
-      }
-      if (wanted_) {
-        reduce(data_ + chunk.begin + begin, size);
-        stage_bytes(group_, staged, data_ + chunk.begin + begin, size);
-      } else {
-        reduce(staged, size);
-      }
+    std::vector<std::byte*> outputs;
+    for (int r = 0; r < size_; ++r) {
+      std::byte* const place = r == rank_ ? data_ + chunk.begin + share.begin : group_.peer_slot(r) + share.begin;
+      inputs_[r] = place;
+      if (root_ == kEveryRank || root_ == r) outputs.push_back(place);
+    }
+    reduce(Outputs(outputs), share.size());
+    if (root_ == kEveryRank) return;
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_ && r != root_) claim_lines(group_.peer_slot(r) + share.begin, share.size());
+    }
+  }
+
+  // The shares of the others, which they have left in what is my next slot.
+  void take_shares(const Range& chunk) {
+    for (int r = 0; r < size_; ++r) {
+      const Range share = share_of(r, size_, chunk.size());
+      if (r == rank_) continue;
+      take_bytes(data_ + chunk.begin + share.begin, group_.slot(rank_) + share.begin, share.size(), share.size(), true);
     }
   }
 

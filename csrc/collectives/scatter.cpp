@@ -17,7 +17,7 @@ void scatter(const Call& call, const std::vector<const std::byte*>& inputs, std:
       }
     }
     group.round(print);
-    if (rank != root) copy_bytes(output + offset, group.peer_slot(root) + rank * piece_bytes, size);
+    if (rank != root) take_bytes(output + offset, group.peer_slot(root) + rank * piece_bytes, size, num_bytes, true);
   });
 }
 

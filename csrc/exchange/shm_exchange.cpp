@@ -5,6 +5,7 @@
 #include <deque>
 #include <unordered_map>
 
+#include "core/claim_lines.h"
 #include "core/clock.h"
 #include "core/format.h"
 #include "core/staging.h"
@@ -76,7 +77,7 @@ struct ShmExchange::State {
     while (!peer.outgoing.empty()) {
       Outgoing& message = peer.outgoing.front();
       const size_t num_bytes = message.send.num_bytes;
-      if (!message.begun) peer.writer.begin_message();
+      if (!message.begun) peer.writer.begin_message(sizeof(Header) + num_bytes);
       while (!message.begun || message.done < num_bytes) {
         const size_t header_bytes = message.begun ? 0 : sizeof(Header);
         const size_t wanted = Staging::piece_of_message(num_bytes, message.done);
@@ -122,12 +123,13 @@ struct ShmExchange::State {
       const size_t num_bytes = message.receive.num_bytes;
       while (!message.begun || message.done < num_bytes) {
         size_t news = 0;
-        const std::byte* place = peer.reader.news(news);
+        std::byte* place = peer.reader.news(news);
         if (news == 0) return;
         size_t header_bytes = 0;
         if (!message.begun) {
           Header header;
           std::memcpy(&header, place, sizeof(header));
+          claim_lines(place, sizeof(header));
           check(from, message, header);
           message.layout = header.layout;
           message.ways = header.ways;
@@ -140,6 +142,7 @@ struct ShmExchange::State {
         if (piece > 0) {
           const Staging::Copy timed(staging, Staging::Side::kRead, message.ways, message.done, piece);
           message.receive.sink->write(message.layout, message.done, place, piece);
+          claim_lines(place, piece);
         }
         message.done += piece;
         peer.reader.consume(header_bytes + (piece + kRingUnit - 1) / kRingUnit * kRingUnit);

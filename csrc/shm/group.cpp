@@ -123,7 +123,7 @@ Group::~Group() {
 
 std::byte* Group::slot(int rank) const { return segment_->slot((round_ + 1) & 1, rank); }
 
-const std::byte* Group::peer_slot(int rank) const { return segment_->slot(round_ & 1, rank); }
+std::byte* Group::peer_slot(int rank) const { return segment_->slot(round_ & 1, rank); }
 
 void Group::round(const Fingerprint& fingerprint, int64_t heap_offset) {
   check();

@@ -119,10 +119,11 @@ class Group : public std::enable_shared_from_this<Group> {
   // peer_slot()}. Two sets of slots alternate, so that no second synchronisation is needed:
   //   slot(r)       staging memory of the round being prepared. Mine is slot(rank()); parts of another rank's slot may
   //                 be written too where the ranks agree who writes what.
-  //   peer_slot(r)  what was staged for the last finished round; readable until this rank's next round() call.
+  //   peer_slot(r)  what was staged for the last finished round; readable until this rank's next round() call. What one
+  //                 rank alone reads there it may write, too; after the next round() that is in the owner's slot().
   // 64-byte aligned, slot_bytes() each.
   std::byte* slot(int rank) const;
-  const std::byte* peer_slot(int rank) const;
+  std::byte* peer_slot(int rank) const;
 
   // How to write into slots and heaps what other ranks read next; by the thread that calls round().
   Staging& staging() { return staging_; }

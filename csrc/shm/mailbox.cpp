@@ -5,6 +5,7 @@
 #include <deque>
 #include <vector>
 
+#include "core/claim_lines.h"
 #include "core/clock.h"
 #include "core/format.h"
 #include "core/staging.h"
@@ -111,7 +112,7 @@ struct Mailbox::State {
     Peer& peer = peers[to];
     while (!peer.outgoing.empty()) {
       Outgoing& message = peer.outgoing.front();
-      if (!message.begun) peer.writer.begin_message();
+      if (!message.begun) peer.writer.begin_message(sizeof(Header) + message.num_bytes);
       while (!message.begun || message.done < message.num_bytes) {
         const size_t header_bytes = message.begun ? 0 : sizeof(Header);
         const size_t wanted = Staging::piece_of_message(message.num_bytes, message.done);
@@ -196,12 +197,13 @@ struct Mailbox::State {
       if (!(incoming.active && incoming.wanted) && !is_wanted(from)) break;
       while (!incoming.active || incoming.done < incoming.num_bytes) {
         size_t news = 0;
-        const std::byte* place = peer.reader.news(news);
+        std::byte* place = peer.reader.news(news);
         if (news == 0) break;
         size_t header_bytes = 0;
         if (!incoming.active) {
           Header header;
           std::memcpy(&header, place, sizeof(header));
+          claim_lines(place, sizeof(header));
           take_header(from, header);
           header_bytes = sizeof(header);
           place += header_bytes;
@@ -210,7 +212,7 @@ struct Mailbox::State {
             std::min(news - header_bytes, Staging::piece_of_message(incoming.num_bytes, incoming.done));
         if (incoming.wanted) {
           const Staging::Copy timed(staging, Staging::Side::kRead, incoming.ways, incoming.done, piece);
-          result_copy(incoming.data + incoming.done, place, piece, incoming.num_bytes);
+          claiming_copy(incoming.data + incoming.done, place, piece, incoming.num_bytes);
         } else {  // grows with what comes, whatever length the header claims
           incoming.aside.insert(incoming.aside.end(), place, place + piece);
         }

@@ -9,7 +9,7 @@ namespace torchtp::shm {
 namespace {
 
 constexpr size_t kReserveBytes = size_t{256} << 10;
-// So far small messages walk before they start over: to see whether the ring is empty fetches a line from the reader's
+// So far small messages walk before they start over: to see where the reader is fetches a line from its
 // cache. An exchange of 1 KB takes 0.24 us instead of 0.29.
 constexpr size_t kWalkBytes = size_t{8} << 10;
 
@@ -23,15 +23,23 @@ RingWriter::RingWriter(std::shared_ptr<Segment> segment, Channel channel, int fr
       data_(segment_->ring(channel, from, to)),
       size_(segment_->ring_bytes(channel)),
       head_(control_->head.load()),
-      tail_(control_->tail.load()) {
+      tail_(control_->tail.load()),
+      restarted_at_(control_->restart_at.load()) {
   if (head_ % kRingUnit != 0 || tail_ % kRingUnit != 0 || tail_ > head_ || head_ - tail_ > size_) damaged();
 }
 
-void RingWriter::begin_message() {
-  if (head_ % size_ < kWalkBytes || control_->tail.load(std::memory_order_acquire) != head_) return;
+void RingWriter::begin_message(size_t num_bytes) {
+  const uint64_t place = head_ % size_;
+  if (place < kWalkBytes) return;
+  const uint64_t tail = control_->tail.load(std::memory_order_acquire);
+  if (tail % kRingUnit != 0) damaged();
+  const bool is_empty = tail == head_;
+  const bool has_room = head_ - tail <= place && num_bytes <= place - (head_ - tail);
+  if (tail < restarted_at_ || !(is_empty || has_room)) return;
   control_->restart_from.store(head_, std::memory_order_relaxed);
-  head_ += size_ - head_ % size_;
-  tail_ = head_;
+  head_ += size_ - place;
+  tail_ = is_empty ? head_ : tail;
+  restarted_at_ = head_;
   control_->restart_at.store(head_, std::memory_order_relaxed);
 }
 
@@ -71,25 +79,30 @@ RingReader::RingReader(std::shared_ptr<Segment> segment, Channel channel, int fr
   if (tail_ % kRingUnit != 0) damaged();
 }
 
-const std::byte* RingReader::news(size_t& num_bytes) {
-  if (head_ == tail_) {
-    const uint64_t head = control_->head.load();
-    if (head == tail_) {
-      num_bytes = 0;
-      return nullptr;
-    }
-    const bool restarted = control_->restart_from.load(std::memory_order_relaxed) == tail_;
-    const uint64_t begin = restarted ? control_->restart_at.load(std::memory_order_relaxed) : tail_;
-    if (begin < tail_ || begin - tail_ >= size_ || head < begin || head - begin > size_ || head % kRingUnit != 0 ||
-        begin % kRingUnit != 0) {
-      damaged();
-    }
-    tail_ = begin;
-    head_ = head;
-  }
+std::byte* RingReader::news(size_t& num_bytes) {
+  if (head_ == tail_) head_ = control_->head.load();
+  const uint64_t end = head_ == tail_ ? tail_ : end_of_lap();
   const size_t place = tail_ % size_;
-  num_bytes = std::min<size_t>(head_ - tail_, size_ - place);
+  num_bytes = std::min<size_t>(end - tail_, size_ - place);
   return data_ + place;
+}
+
+// How far what has come can be read before the writer started over, if it did; goes with it there.
+uint64_t RingReader::end_of_lap() {
+  const uint64_t from = control_->restart_from.load(std::memory_order_relaxed);
+  const uint64_t at = control_->restart_at.load(std::memory_order_relaxed);
+  if (head_ < tail_ || head_ % kRingUnit != 0) damaged();
+  if (from < tail_ || from >= head_ || at <= from) {  // an old note
+    if (head_ - tail_ > size_) damaged();
+    return head_;
+  }
+  if (at > head_ || at - from > size_ || from - tail_ > size_ || head_ - at > size_ || from % kRingUnit != 0 ||
+      at % kRingUnit != 0) {
+    damaged();
+  }
+  if (tail_ != from) return from;
+  tail_ = at;
+  return head_;
 }
 
 void RingReader::consume(size_t num_bytes) {

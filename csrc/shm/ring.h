@@ -14,15 +14,15 @@ constexpr size_t kRingUnit = 64;  // everything in a ring begins at a multiple o
 // the place in the ring is position % size.
 //
 // NOTE [restart] Always walking through the whole ring would touch memory that no cache holds and no page backs yet. So
-// a message that finds the ring empty, and itself some KB from its beginning, starts over at the first byte: the writer
-// notes "whoever stands at restart_from goes on at restart_at" and then publishes its head as ever. The reader looks at
-// the note when it finds news after having stood at the end; the writer changes the note only while the reader stands
-// at the end, so the two never meet.
+// a message that begins some KB from the beginning of the ring starts over at the first byte, if the reader has left
+// room for all of it there: the writer notes "who comes to restart_from goes on at restart_at" and then publishes its
+// head as ever. A reader whose head lies beyond restart_from sees the note; the writer changes it only when the reader
+// has gone past restart_at, so the two never meet.
 class RingWriter {
  public:
   RingWriter(std::shared_ptr<Segment> segment, Channel channel, int from, int to);
 
-  void begin_message();  // what follows may start over at the first byte
+  void begin_message(size_t num_bytes);  // what follows, so many bytes, may start over at the first byte
   // Where to write next. On return num_bytes says how much: at most what was asked, up to the end of the ring or the
   // oldest unread byte, in whole units; zero when full.
   std::byte* room(size_t& num_bytes);
@@ -38,6 +38,7 @@ class RingWriter {
   size_t size_;
   uint64_t head_;
   uint64_t tail_;  // the last one seen
+  uint64_t restarted_at_;
   size_t reserved_ = 0;
 };
 
@@ -45,14 +46,17 @@ class RingReader {
  public:
   RingReader(std::shared_ptr<Segment> segment, Channel channel, int from, int to);
 
-  // What can be read without crossing the end of the ring, in whole units; zero when nothing has come.
-  const std::byte* news(size_t& num_bytes);
+  // What can be read without crossing the end of the ring, in whole units; zero when nothing has come. Until it is
+  // consumed nobody else reads or writes it.
+  std::byte* news(size_t& num_bytes);
   void consume(size_t num_bytes);
 
  private:
+  uint64_t end_of_lap();
+
   std::shared_ptr<Segment> segment_;
   RingControl* control_;
-  const std::byte* data_;
+  std::byte* data_;
   size_t size_;
   uint64_t head_;  // the last one seen
   uint64_t tail_;

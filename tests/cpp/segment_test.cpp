@@ -104,21 +104,32 @@ void nobody_waits_for_who_has_died() {
   }
 }
 
+// Long enough for messages to start over at its beginning.
+constexpr SegmentSizes kWithLongRings{4, 4096, 32768, 4096, 16384};
+
 void a_ring_carries_bytes_in_order() {
-  const auto segment = std::make_shared<Segment>(kSizes);
+  const auto segment = std::make_shared<Segment>(kWithLongRings);
+  const RingControl& control = segment->ring_control(Channel::kExchange, 0, 1);
   RingWriter writer(segment, Channel::kExchange, 0, 1);
   RingReader reader(segment, Channel::kExchange, 0, 1);
   std::mt19937 random(7);
-  unsigned written = 0, read = 0;
-  for (int step = 0; step < 20'000; ++step) {
+  unsigned written = 0, read = 0, restarts_when_empty = 0, restarts_when_not = 0;
+  size_t left = 0;
+  for (int step = 0; step < 50'000; ++step) {
     if (random() % 2) {
-      if (random() % 4 == 0) writer.begin_message();
-      size_t room = random() % 3000 + 1;
+      if (left == 0) {
+        left = random() % 20'000 + 1;
+        const uint64_t before = control.restart_at;
+        writer.begin_message(left);
+        if (control.restart_at != before) ++(written == read ? restarts_when_empty : restarts_when_not);
+      }
+      size_t room = std::min<size_t>(left, random() % 3000 + 1);
       const size_t asked = room;
       std::byte* const place = writer.room(room);
       CHECK(room % kRingUnit == 0 && room < asked + kRingUnit);
       for (size_t i = 0; i < room; i += kRingUnit) *reinterpret_cast<unsigned*>(place + i) = written++;
       if (room > 0) writer.publish(room);
+      left -= std::min(left, room);
     } else {
       size_t news = 0;
       const std::byte* const place = reader.news(news);
@@ -130,7 +141,42 @@ void a_ring_carries_bytes_in_order() {
       if (news > 0) reader.consume(news);
     }
   }
-  CHECK(read > 5000 && written - read <= 8192 / kRingUnit);
+  CHECK(read > 5000 && written - read <= 32768 / kRingUnit);
+  CHECK(restarts_when_empty > 100 && restarts_when_not > 100);
+}
+
+void a_ring_carries_bytes_between_threads() {
+  const auto segment = std::make_shared<Segment>(kWithLongRings);
+  constexpr unsigned kUnits = 200'000;
+  std::thread sender([&] {
+    RingWriter writer(segment, Channel::kExchange, 0, 1);
+    std::mt19937 random(8);
+    unsigned written = 0;
+    while (written < kUnits) {
+      size_t left = (random() % 200 + 1) * kRingUnit;
+      writer.begin_message(left);
+      while (left > 0) {
+        size_t room = left;
+        std::byte* const place = writer.room(room);
+        for (size_t i = 0; i < room; i += kRingUnit) *reinterpret_cast<unsigned*>(place + i) = written++;
+        if (room > 0) writer.publish(room);
+        left -= room;
+        if (room == 0) std::this_thread::yield();
+      }
+    }
+  });
+  RingReader reader(segment, Channel::kExchange, 0, 1);
+  unsigned read = 0;
+  bool right = true;
+  while (read < kUnits) {
+    size_t news = 0;
+    const std::byte* const place = reader.news(news);
+    for (size_t i = 0; i < news; i += kRingUnit) right &= *reinterpret_cast<const unsigned*>(place + i) == read++;
+    if (news > 0) reader.consume(news);
+    if (news == 0) std::this_thread::yield();
+  }
+  sender.join();
+  CHECK(right);
 }
 
 void damaged_positions_are_noticed() {
@@ -172,6 +218,7 @@ int main() {
       {"nobody waits for who does not come", nobody_waits_for_who_does_not_come},
       {"nobody waits for who has died", nobody_waits_for_who_has_died},
       {"a ring carries bytes in order", a_ring_carries_bytes_in_order},
+      {"a ring carries bytes between threads", a_ring_carries_bytes_between_threads},
       {"damaged positions are noticed", damaged_positions_are_noticed},
       {"ranks of one process are not watched", ranks_of_one_process_are_not_watched},
   });

@@ -1,0 +1,24 @@
+#include "core/claim_lines.h"
+
+#include <algorithm>
+
+#include "core/stream_copy.h"
+
+namespace torchtp {
+
+void claim_lines(std::byte* data, size_t num_bytes) {
+  constexpr size_t kLine = 64;
+  const auto* const end = data + num_bytes;
+  for (volatile std::byte* byte = data; byte < end; byte += kLine) *byte = *byte;
+}
+
+void claiming_copy(std::byte* out, std::byte* in, size_t num_bytes, size_t total_bytes) {
+  constexpr size_t kBlockBytes = size_t{4} << 10;
+  for (size_t done = 0; done < num_bytes; done += kBlockBytes) {
+    const size_t size = std::min(kBlockBytes, num_bytes - done);
+    result_copy(out + done, in + done, size, total_bytes);
+    claim_lines(in + done, size);
+  }
+}
+
+}  // namespace torchtp
