@@ -4,9 +4,9 @@ namespace torchtp::collectives {
 
 namespace {
 
-// Up to here who receives reads the root's heap; beyond, that is slower than a copy through the slots, since the root's
-// caches hold the newest bytes and give them up line by line.
-constexpr size_t kMostInPlace = size_t{2} << 20;
+// Up to here who receives reads the root's heap; beyond, that is slower than copies through slots that stay in the
+// caches (two ranks: 4 MB in 0.18 ms instead of 0.22, 25 MB in 2.1 instead of 1.7).
+constexpr size_t kMostInPlace = size_t{4} << 20;
 
 }  // namespace
 
@@ -18,7 +18,7 @@ void broadcast(const Call& call, std::byte* data, int64_t count, c10::ScalarType
   if (num_bytes > kSmallBytes && num_bytes <= kMostInPlace) {
     group.round(print, is_root ? group.heap_offset(data, num_bytes) : -1);
     if (group.peer_heap_offset(root) >= 0) {
-      if (!is_root) copy_bytes(data, group.peer_heap(root, num_bytes), num_bytes);
+      if (!is_root) take_bytes(data, group.peer_heap(root, num_bytes), num_bytes, num_bytes, group.size() == 2);
       group.round(print);
       return;
     }
