@@ -11,7 +11,7 @@ namespace torchtp {
 // when it has, before another writes there anew; nobody else may read or write the memory meanwhile.
 void claim_lines(std::byte* data, size_t num_bytes);
 
-// result_copy() (core/stream_copy.h) of memory whose lines are then claimed, while they are in the first-level cache.
+// result_copy() (core/stream_copy.h) of memory whose lines are then claimed, if possible out of the first-level cache.
 void claiming_copy(std::byte* out, std::byte* in, size_t num_bytes, size_t total_bytes);
 
 }  // namespace torchtp

@@ -40,8 +40,7 @@ void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes) { std::m
 #endif
 
 void result_copy(std::byte* out, const std::byte* in, size_t num_bytes, size_t total_bytes) {
-  constexpr size_t kLargeBytes = size_t{16} << 20;
-  if (total_bytes >= kLargeBytes) {
+  if (is_large_result(total_bytes)) {
     stream_copy(out, in, num_bytes);
   } else if (num_bytes != 0) {
     std::memcpy(out, in, num_bytes);

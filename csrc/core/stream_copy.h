@@ -19,8 +19,11 @@ constexpr size_t kStreamedBytes = 2048;
 // makes the bytes visible as usual.
 void stream_copy(std::byte* out, const std::byte* in, size_t num_bytes);
 
-// A piece of a result of `total_bytes` that this core alone reads: past the caches where so much would not stay there,
-// and what is overwritten need not be fetched.
+// What does not stay in the caches.
+inline bool is_large_result(size_t total_bytes) { return total_bytes >= size_t{16} << 20; }
+
+// A piece of a result of `total_bytes` that this core alone reads: a large one past the caches, and what is overwritten
+// need not be fetched.
 void result_copy(std::byte* out, const std::byte* in, size_t num_bytes, size_t total_bytes);
 
 }  // namespace torchtp

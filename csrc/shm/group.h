@@ -47,8 +47,9 @@ constexpr std::chrono::milliseconds kBetweenSignals{100};
 struct GroupOptions {
   size_t slot_bytes = size_t{512} << 10;  // rounded up to pages
   size_t heap_bytes = 0;  // address space of each rank's heap; 0: from TORCHTP_HEAP_BYTES or physical memory
-  size_t ring_bytes = size_t{8} << 20;     // of each ordered pair in the exchange; memory is taken as it is used
-  size_t mailbox_bytes = size_t{2} << 20;  // the same for point-to-point messages
+  size_t ring_bytes = size_t{8} << 20;  // of each ordered pair in the exchange; memory is taken as it is used
+  // The same for point-to-point messages. Through 2 MB a message of 1 MB takes 0.085 ms instead of 0.060.
+  size_t mailbox_bytes = size_t{1} << 20;
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   // A wait that takes so long, or half its timeout, says once whom it waits for; 0: TORCHTP_STALL_SECONDS, or 10 s.
   std::chrono::milliseconds stall_after{0};
