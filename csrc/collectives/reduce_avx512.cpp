@@ -8,13 +8,16 @@ namespace torchtp::collectives {
 
 bool avx512::reduce(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
                     c10::ScalarType dtype, ReduceOp op, int divisor) {
-  if (dtype == c10::ScalarType::Float) {
-    return reduce_format<Avx512, Fp32<Avx512>>(outputs, inputs, count, op, divisor);
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return reduce_format<Avx512, Fp32<Avx512>>(outputs, inputs, count, op, divisor);
+    case c10::ScalarType::Half:
+      return reduce_format<Avx512, Fp16<Avx512>>(outputs, inputs, count, op, divisor);
+    case c10::ScalarType::BFloat16:
+      return reduce_format<Avx512, Bf16<Avx512>>(outputs, inputs, count, op, divisor);
+    default:
+      return false;
   }
-  if (dtype == c10::ScalarType::BFloat16) {
-    return reduce_format<Avx512, Bf16<Avx512>>(outputs, inputs, count, op, divisor);
-  }
-  return false;  // fp16: by AVX2, which converts as much a cycle and needs not put the halves of a vector together
 }
 
 }  // namespace torchtp::collectives

@@ -23,6 +23,16 @@ struct Avx512 {
   TORCHTP_VECTOR static Bits load_bits(const uint16_t* in) { return _mm512_loadu_si512(in); }
   TORCHTP_VECTOR static void store_bits(uint16_t* out, Bits value) { _mm512_storeu_si512(out, value); }
 
+  TORCHTP_VECTOR static Floats load_fp16(const uint16_t* in) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in)));
+  }
+  TORCHTP_VECTOR static __m256i round_fp16(Floats value) {
+    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  TORCHTP_VECTOR static void store_fp16(uint16_t* out, __m256i value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), value);
+  }
+
   TORCHTP_VECTOR static Floats even_bf16(Bits both) { return _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)); }
   TORCHTP_VECTOR static Floats odd_bf16(Bits both) {
     return _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
