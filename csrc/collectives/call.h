@@ -84,6 +84,13 @@ inline void take_bytes(std::byte* out, std::byte* staged, size_t num_bytes, size
   }
 }
 
+// After a look at this part of all other slots, which no other rank reads.
+inline void claim_of_peers(shm::Group& group, size_t offset, size_t num_bytes) {
+  for (int r = 0; r < group.size(); ++r) {
+    if (r != group.rank()) claim_lines(group.peer_slot(r) + offset, num_bytes);
+  }
+}
+
 // Calls body(offset, size) for the pieces of [0, num_bytes), at least once, so that an empty message is a round too.
 template <typename Body>
 void for_each_chunk(size_t num_bytes, size_t chunk_bytes, const Body& body) {

@@ -42,7 +42,7 @@ class Pieces {
         if (pieces_[i].owner != group_.rank() || size == 0) continue;
         for (int r = 0; r < group_.size(); ++r) inputs[r] = group_.peer_slot(r) + i * part_bytes;
         reduce_inputs(pieces_[i].output + offset, inputs, static_cast<int64_t>(size / item_bytes_), dtype_, op);
-        for (int r = 0; r < group_.size(); ++r) claim_lines(group_.peer_slot(r) + i * part_bytes, size);
+        claim_of_peers(group_, i * part_bytes, size);
       }
     });
   }

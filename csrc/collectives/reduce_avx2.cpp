@@ -80,16 +80,7 @@ struct Avx2Fp16 : Avx2 {
 
 bool avx2::reduce(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
                   c10::ScalarType dtype, ReduceOp op, int divisor) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return reduce_format<Avx2, Fp32<Avx2>>(outputs, inputs, count, op, divisor);
-    case c10::ScalarType::Half:
-      return reduce_format<Avx2Fp16, Fp16<Avx2Fp16>>(outputs, inputs, count, op, divisor);
-    case c10::ScalarType::BFloat16:
-      return reduce_format<Avx2, Bf16<Avx2>>(outputs, inputs, count, op, divisor);
-    default:
-      return false;
-  }
+  return reduce_floats<Avx2, Avx2Fp16>(outputs, inputs, count, dtype, op, divisor);
 }
 
 }  // namespace torchtp::collectives

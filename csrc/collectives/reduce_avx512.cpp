@@ -8,16 +8,7 @@ namespace torchtp::collectives {
 
 bool avx512::reduce(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
                     c10::ScalarType dtype, ReduceOp op, int divisor) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return reduce_format<Avx512, Fp32<Avx512>>(outputs, inputs, count, op, divisor);
-    case c10::ScalarType::Half:
-      return reduce_format<Avx512, Fp16<Avx512>>(outputs, inputs, count, op, divisor);
-    case c10::ScalarType::BFloat16:
-      return reduce_format<Avx512, Bf16<Avx512>>(outputs, inputs, count, op, divisor);
-    default:
-      return false;
-  }
+  return reduce_floats<Avx512>(outputs, inputs, count, dtype, op, divisor);
 }
 
 }  // namespace torchtp::collectives

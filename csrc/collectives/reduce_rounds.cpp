@@ -62,7 +62,7 @@ class Reduction {
     if (!wanted_) return;
     for (int r = 0; r < size_; ++r) inputs_[r] = r == rank_ ? data_ : group_.peer_slot(r);
     reduce(data_, num_bytes_);
-    if (size_ == 2) claim_lines(group_.peer_slot(1 - rank_), num_bytes_);
+    if (size_ == 2) claim_of_peers(group_, 0, num_bytes_);
   }
 
   bool any_in_heap() const {

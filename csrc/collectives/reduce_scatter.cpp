@@ -43,9 +43,7 @@ void reduce_scatter(const Call& call, const std::vector<const std::byte*>& input
       sources[r] = r == rank ? inputs[r] + offset : group.peer_slot(r) + rank * piece_bytes;
     }
     reduce_inputs(output + offset, sources, static_cast<int64_t>(size / item_bytes), dtype, op);
-    for (int r = 0; r < num_ranks; ++r) {
-      if (r != rank) claim_lines(group.peer_slot(r) + rank * piece_bytes, size);
-    }
+    claim_of_peers(group, rank * piece_bytes, size);
   });
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // For a file that has defined TORCHTP_TARGET, the instructions it may use, and TORCHTP_VECTOR, the same for what is
-// always inlined: `reduce_format<V, Format<V>>()`, V being what that file says of its vectors.
+// always inlined: `reduce_floats<V>()` and `reduce_format<V, Format<V>>()`, V being what that file says of its vectors.
 //
 // Everything between the loads of a number and its store stays in registers. Compilers do not see through the
 // conversions of c10::Half and c10::BFloat16, element by element they take several times as long as the memory.
@@ -216,6 +216,22 @@ bool reduce_format(const Outputs& outputs, const std::vector<const std::byte*>& 
     case ReduceOp::kMax:
       Loop<V, Format, Select<false>>::run(outputs, inputs, count, 1);
       return true;
+    default:
+      return false;
+  }
+}
+
+// fp16 by vectors of its own, where they differ.
+template <typename V, typename VFp16 = V>
+bool reduce_floats(const Outputs& outputs, const std::vector<const std::byte*>& inputs, int64_t count,
+                   c10::ScalarType dtype, ReduceOp op, int divisor) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return reduce_format<V, Fp32<V>>(outputs, inputs, count, op, divisor);
+    case c10::ScalarType::Half:
+      return reduce_format<VFp16, Fp16<VFp16>>(outputs, inputs, count, op, divisor);
+    case c10::ScalarType::BFloat16:
+      return reduce_format<V, Bf16<V>>(outputs, inputs, count, op, divisor);
     default:
       return false;
   }

@@ -18,10 +18,6 @@ constexpr size_t kTimedBytes = size_t{16} << 10;
 // So many reads of either way, at least, or they are left out of the account.
 constexpr size_t kFewReads = 4;
 
-// What it costs to read what was written past the caches, of what it cost to write, where readers do not tell: it comes
-// from memory. What is in the other core's cache costs little.
-constexpr double kUntoldReads = 1.0;
-
 // Trials are this many times as far apart each time, up to the last distance: nobody has read the first pieces of a
 // ring before they are written, so the first trial may see neither way as it is. A trial takes 16 to 18 copies.
 constexpr uint64_t kFurther = 4;
@@ -107,7 +103,9 @@ void Staging::took(Side side, bool past, double ns_per_byte) {
 double Staging::cost(bool past) const {
   const bool readers_tell = std::min(reads_[0].count, reads_[1].count) >= kFewReads;
   const double writes = lower_quartile(writes_[past]);
-  return writes + (readers_tell ? lower_quartile(reads_[past]) : past ? kUntoldReads * writes : 0);
+  if (readers_tell) return writes + lower_quartile(reads_[past]);
+  // What was written past the caches comes from memory again, which costs as much; out of the other's cache, little.
+  return past ? 2 * writes : writes;
 }
 
 // Of the faster ones, which nothing else on the machine has held up; not of the fastest, which luck may have had.

@@ -33,12 +33,11 @@ void RingWriter::begin_message(size_t num_bytes) {
   if (place < kWalkBytes) return;
   const uint64_t tail = control_->tail.load(std::memory_order_acquire);
   if (tail % kRingUnit != 0) damaged();
-  const bool is_empty = tail == head_;
-  const bool has_room = head_ - tail <= place && num_bytes <= place - (head_ - tail);
-  if (tail < restarted_at_ || !(is_empty || has_room)) return;
+  const uint64_t unread = head_ - tail;
+  if (tail < restarted_at_ || (unread != 0 && (unread > place || num_bytes > place - unread))) return;
   control_->restart_from.store(head_, std::memory_order_relaxed);
   head_ += size_ - place;
-  tail_ = is_empty ? head_ : tail;
+  tail_ = unread == 0 ? head_ : tail;
   restarted_at_ = head_;
   control_->restart_at.store(head_, std::memory_order_relaxed);
 }
