@@ -48,6 +48,7 @@ CASES = {
     "reflect": (lambda x: F.pad(x, (3, 2, 1, 4), mode="reflect").sin(), IMAGE),
     "replicate": (lambda x: F.pad(x, (3, 2, 1, 4), mode="replicate").sin(), IMAGE),
     "circular": (lambda x: F.pad(x, (3, 2, 1, 4), mode="circular").sin(), IMAGE),
+    "circular_cropped": (lambda x: F.pad(x, (-1, 3, 2, -4), mode="circular").sin(), IMAGE),
     "adaptive_more": (lambda x: F.adaptive_avg_pool2d(x, (13, 5)), IMAGE),
 }
 # autograd's own second derivative gathers
@@ -92,6 +93,27 @@ def run_one_and_three_dims():
 
 def test_pools_in_one_and_three_dims_match_reference():
     run_ranks(run_one_and_three_dims, 2)
+
+
+def run_one_image_and_none():
+    """Without a dim for the images, and with no images."""
+    torchtp.dtensor.mark(device_mesh_of((3,)), [0])
+    torch.manual_seed(0)
+    pools = (
+        lambda x: F.max_pool2d(x.square(), 3, 2, 1),
+        lambda x: F.avg_pool2d(x.square(), 3, 2, 1),
+        lambda x: F.adaptive_avg_pool2d(x.square(), (3, 5)),
+        lambda x: F.adaptive_max_pool2d(x.square(), (3, 5)),
+    )
+    for pool in pools:
+        for dim in (1, 2):
+            check(pool, ((3,), (dim,)), [torch.randn(4, 9, 7).double()], double=False)
+        check(pool, ((3,), (2,)), [torch.randn(0, 4, 9, 7).double()], double=False)
+    check(lambda x: F.avg_pool1d(x.square(), 3), ((3,), (2,)), [torch.randn(0, 4, 9).double()], double=False)
+
+
+def test_pools_of_one_image_and_of_none_match_reference():
+    run_ranks(run_one_image_and_none, 3)
 
 
 def run_second_derivative():

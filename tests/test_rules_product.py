@@ -65,6 +65,9 @@ CASES = {  # of an image, with the shapes of parameters
         lambda x: attend(*[tokens(x.unfold(3, 3, 2).movedim(3, 1).flatten(0, 1).flatten(3))[:, None]] * 3).square(),
         [],
     ),
+    "attention_of_many_images": (lambda x: attend(heads(x[:1]), heads(x), heads(x).sin()).square(), []),
+    "attention_without_heads": (lambda x: attend(tokens(x)[0], heads(x.repeat(1, 2, 1, 1)), heads(x)).square(), []),
+    "linear_of_nothing": (lambda x, w: torch.matmul(tokens(x)[..., :0], w[:0]).sin(), [(4, 3)]),
     "masked_out": (lambda x: attend(*[heads(x)] * 3, attn_mask=torch.arange(35)[:, None] > 3).nan_to_num().sin(), []),
     "softmax_of_nothing": (
         lambda x: torch.ops.aten._safe_softmax(
@@ -88,6 +91,8 @@ OF_IMAGES_AND_PLACES = (
     "matrices",
     "over_all_places",
     "attention_of_windows",
+    "attention_of_many_images",
+    "attention_without_heads",
 )  # merged: two cuts do not fit into one dim
 
 
@@ -136,3 +141,40 @@ def kept():
 
 def test_attention_keeps_no_whole_keys():
     assert max(run_ranks(kept, 3, backend="gloo")) <= 8 * 10 * 40 * 4  # queries, keys and values are one tensor here
+
+
+def run_in_one_order():
+    """The last of three ranks has nothing or one row; strides are the same everywhere, and derivatives go by them."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (3,), mesh_dim_names=("w",))
+    layout = torchtp.Layout(mesh, {"w": -1})
+    torch.manual_seed(0)
+    strides = []
+    for width in (4, 7):
+        image, other = torch.randn(2, 4, 3, width).double(), torch.randn(width, 5).double()
+        for full in (image, image.contiguous(memory_format=torch.channels_last)):
+            x = layout.shard(full)
+            transposed = [x.transpose(1, 2), x.transpose(2, 3).contiguous(), F.pad(x, (1, 1)), x[:, :2] @ other, x + 1]
+            strides += [each.stride() for each in (x, *transposed)]
+    return strides
+
+
+def test_strides_are_the_same_on_all_ranks():
+    first, *others = run_ranks(run_in_one_order, 3)
+    assert all(strides == first for strides in others)
+
+
+def products_of_transposed(a, m):
+    """Which factor is transposed in the derivative of a product goes by strides."""
+    parts = a @ a[:, :2].transpose(-2, -1) @ a[:, 1:]
+    return torch.linalg.qr((parts.transpose(-2, -1) - m.mH)[0]).Q.mH @ m
+
+
+def run_transposed():
+    torchtp.dtensor.mark(device_mesh_of((2,)), [0])
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, 3, 3).double()], [torch.randn(3, 3).double()]
+    check(products_of_transposed, ((2,), (2,)), *inputs, double=False, gathers=True)
+
+
+def test_derivatives_of_transposed_products_take_one_way():
+    run_ranks(run_transposed, 2)

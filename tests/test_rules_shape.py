@@ -85,6 +85,7 @@ CASES = {
     "contiguous": (lambda x: x.permute(0, 2, 3, 1).contiguous().sin(), [IMAGE]),
     "channels_last": (lambda x: x.contiguous(memory_format=torch.channels_last).sin(), [IMAGE]),
     "one_pixel_more": (lambda x: x[:, :, :-1] - x[:, :, 1:], [IMAGE]),
+    "merged_nothing": (lambda x: x[:0].view(0, 9 * 11).sin().view(0, 4, 9, 11) * 2, [IMAGE]),
     "unbatched": (lambda x: F.conv2d(x, torch.ones(2, 4, 3, 3).double(), padding=1), [(4, 9, 11)]),
 }
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtp.agreement import Agreement
 from torchtp.dtensor import mark
-from torchtp.dtensor.cut import dense_stride
+from torchtp.dtensor.cut import whole_stride
 from torchtp.dtensor.whole import Cut, dense_format
 
 
@@ -182,7 +182,7 @@ class Layout:
             placements,
             run_check=False,
             shape=shape,
-            stride=dense_stride(shape, local.stride()),
+            stride=whole_stride(self.spatial_mesh, placements, shape, local.stride()),
         )
 
 

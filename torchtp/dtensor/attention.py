@@ -153,6 +153,13 @@ def _in_steps(tensors: tuple[Any, ...], mask: Any, dropout: float, causal: bool,
     return torch.ops.aten._scaled_dot_product_attention_math(*tensors, mask, dropout, causal, **options)[0]
 
 
+def _has_images_of(query: torch.Tensor, tensor: torch.Tensor, grouped: bool) -> bool:
+    """Whether the output has the images and heads of the queries: nothing of keys or values stretches these."""
+    if query.dim() != tensor.dim():
+        return False
+    return grouped or all(theirs in (mine, 1) for mine, theirs in zip(query.shape[:-2], tensor.shape[:-2], strict=True))
+
+
 @composite_rule("scaled_dot_product_attention")
 @takes_nested
 def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -162,6 +169,7 @@ def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op.decompose(*args, **kwargs)
     ours = is_spatial(query) and not any(map(has_strided_shard, tensors))
     ours = ours and all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors)
+    ours = ours and all(_has_images_of(query, t, grouped) for t in (key, value))
     learned = isinstance(mask, torch.Tensor) and mask.requires_grad
     if ours and not dropout and not learned and not (causal and mask is not None):
         plan = _planned(query, key, options, causal)

@@ -170,7 +170,7 @@ def wrap(
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
 ) -> DTensor:
-    """A DTensor of global `shape`; its global stride is dense and has the order of the local one.
+    """A DTensor of global `shape`; its global stride is dense, the same on all ranks, and has the order of the local one.
 
     A view's is given: by it `contiguous()` and `reshape()` know that they have to copy, so that writes into the copy do not
     reach the whole.
@@ -181,17 +181,37 @@ def wrap(
     if spec is None:
         if len(specs) > 4096:
             specs.clear()
-        spec = specs[key] = make_spec(
-            mesh, placements, shape, stride or dense_stride(shape, local.stride()), local.dtype
-        )
+        stride = stride or whole_stride(mesh, placements, shape, local.stride())
+        spec = specs[key] = make_spec(mesh, placements, shape, stride, local.dtype)
     return make_dtensor(local, spec)
 
 
-def dense_stride(shape: torch.Size, like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`."""
+def whole_stride(
+    mesh: DeviceMesh, placements: Placements, shape: torch.Size, local: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dims lie in the order of the `local` strides, if all ranks' tell the same one."""
+    return dense_stride(shape, local if _all_tell_order(axes_of(mesh).sizes, placements, shape) else None)
+
+
+def _all_tell_order(sizes: tuple[int, ...], placements: Placements, shape: torch.Size) -> bool:
+    """Whether each rank holds at least two rows of every cut dim: the strides of fewer say nothing of the order in memory.
+
+    Derivatives go by strides (of a product: which factor is transposed), and have to take the same way on all ranks.
+    """
+    extents: dict[int, set[int]] = {}
+    for size, placement in zip(sizes, placements, strict=True):
+        if plain_shard(placement):
+            whole = extents.get(placement.dim, {shape[placement.dim]})
+            bounds = [owned(extent, size, rank) for extent in whole for rank in range(size)]
+            extents[placement.dim] = {end - begin for begin, end in bounds}
+    return all(min(parts) > 1 for parts in extents.values())
+
+
+def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`, by default in theirs."""
     stride = [1] * len(shape)
     step = 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim], -dim)):
+    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim] if like else 0, -dim)):
         stride[dim] = step
         step *= max(1, shape[dim])
     return tuple(stride)

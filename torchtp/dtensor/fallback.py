@@ -12,6 +12,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
 from torchtp.dtensor.own_images import on_own_images
 from torchtp.dtensor.parts import Put, Take, linked
+from torchtp.dtensor.pointwise import rule_of_tagged
 from torchtp.dtensor.registry import COMPOSITE_RULES, bound, install_custom, install_spatial_rules, words
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_marked, is_spatial, on_first_mark
@@ -132,7 +133,7 @@ def _writable(leaf: Any) -> Any:
 
 
 def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements, stride: Any = None) -> Any:
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:  # sparse: whole on every rank
         return leaf
     kept = tuple(
         placement
@@ -152,6 +153,11 @@ def _write_back(
     for argument, old, new in zip(op._schema.arguments, before, after, strict=True):
         if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(old, DTensor):
             continue
+        if new.shape != old.shape:
+            raise NotImplementedError(
+                f"{op} gives a cut tensor of {tuple(old.shape)} another shape, {tuple(new.shape)}, in place: "
+                "make another tensor (view, narrow, new_empty)"
+            )
         spec = spec_of(old)
         local_of(old).copy_(cut_locally(new, spec.mesh, spec.placements))
         written = old if written is None else written
@@ -166,6 +172,9 @@ def _gives_what_it_wrote(op: Op) -> bool:
 
 def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The handler of all ops without a rule."""
+    elementwise = rule_of_tagged(op)
+    if elementwise is not None:
+        return elementwise(op, args, kwargs)
     leaves = pytree.tree_leaves((args, kwargs))
     if any(is_spatial(leaf) for leaf in leaves):
         if is_composite(op):

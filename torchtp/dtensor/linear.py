@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _local(
 
 
 def _rows(local: torch.Tensor) -> torch.Tensor:
-    return local.reshape(-1, local.size(-1))
+    return local.reshape(math.prod(local.shape[:-1]), local.size(-1))
 
 
 class Linear(torch.autograd.Function):

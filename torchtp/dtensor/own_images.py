@@ -31,6 +31,8 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     num_dims = int(found["dims"]) + 2 if found["dims"] else _NUM_DIMS[op._schema.name]
     values = bound(op, args, kwargs)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if all(tensor.dim() == num_dims - 1 for tensor in tensors):
+        return _of_one_image(op, values)
     apart = {0} if op._schema.name.startswith(_MIXES_CHANNELS) else {0, 1}
     lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t) and _cut_dims(t) <= apart), None)
     if lead is None or any(t.dim() != num_dims for t in tensors):
@@ -55,11 +57,18 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     def give(result: Any) -> Any:
         if not isinstance(result, torch.Tensor):
             return result
-        shape = torch.Size([lead.size(dim) if dim in cut else size for dim, size in enumerate(result.shape)])
-        mine = [slice(own[dim]) if dim in cut else slice(None) for dim in (0, 1)]
-        return wrap(result[mine[0], mine[1]], mesh, placements, shape)
+        mine = result[tuple(slice(own[dim]) if dim in cut or own[dim] == 0 else slice(None) for dim in (0, 1))]
+        shape = torch.Size([lead.size(dim) if dim in cut else size for dim, size in enumerate(mine.shape)])
+        return wrap(mine, mesh, placements, shape)
 
     return pytree.tree_map(give, op(*parts))
+
+
+def _of_one_image(op: Op, values: tuple[Any, ...]) -> Any:
+    """Without a dim for the images: given one."""
+    aten = torch.ops.aten
+    results = op(*(aten.unsqueeze(value, 0) if isinstance(value, torch.Tensor) else value for value in values))
+    return pytree.tree_map(lambda result: aten.squeeze.dim(result, 0), results)
 
 
 def _cut_dims(tensor: DTensor) -> set[int]:

@@ -117,11 +117,12 @@ def circular_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Slices of what lies at the other end, put in front and behind."""
     tensor, pad = args
     for dim, before, after in _padding("circular", pad, tensor.dim()):
-        extent = tensor.size(dim)
-        parts = [tensor.narrow(dim, max(0, -before), extent + min(0, before) + min(0, after))]
+        extent = tensor.size(dim) + min(0, before) + min(0, after)
+        within = tensor.narrow(dim, max(0, -before), extent)  # a negative pad crops, and what is left goes round
+        parts = [within]
         if before > 0:
-            parts.insert(0, tensor.narrow(dim, extent - before, before))
+            parts.insert(0, within.narrow(dim, extent - before, before))
         if after > 0:
-            parts.append(tensor.narrow(dim, 0, after))
+            parts.append(within.narrow(dim, 0, after))
         tensor = torch.cat(parts, dim)
     return tensor

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, sums_done, wrap
 from torchtp.dtensor.moving import all_reduced, gathers, recut
 from torchtp.dtensor.nesting import is_nested, takes_nested
-from torchtp.dtensor.registry import install, spatial_rule, words
+from torchtp.dtensor.registry import Handler, install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.upstream import (
@@ -24,12 +26,14 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     in_backward,
+    is_composite,
     local_of,
     passthrough,
     plain_shard,
     spec_of,
 )
 
+# PyTorch tags some of these as elementwise itself, and others besides (`rule_of_tagged`); which, depends on its version.
 _FUNCTIONAL = words(
     """
     add sub rsub mul div pow maximum minimum fmax fmin atan2 masked_fill eq ne lt le gt ge logical_and
@@ -73,8 +77,13 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         isinstance(t, DTensor) and spec_of(t).placements == spec.placements and t.shape == lead.shape for t in tensors
     ):
         outside = not axes_of(spec.mesh).ranks  # of the mesh, where a rank holds nothing
-        if outside or any(isinstance(placement, Partial) for placement in spec.placements):
+        if outside:
             return passthrough(op, args, kwargs)
+        if any(isinstance(placement, Partial) for placement in spec.placements):
+            try:
+                return passthrough(op, args, kwargs)
+            except NotImplementedError:  # upstream does not know the op
+                return pointwise(op, *pytree.tree_map(_sum_done, (args, kwargs)))
         mesh, placements, shape = spec.mesh, spec.placements, lead.shape
         local_args = [local_of(arg) if isinstance(arg, DTensor) else arg for arg in args]
         local_kwargs = {k: local_of(arg) if isinstance(arg, DTensor) else arg for k, arg in kwargs.items()}
@@ -101,8 +110,13 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(target, DTensor):
         return _written_whole(op, args, kwargs)
     spec = spec_of(target)
-    if any(isinstance(placement, Partial) for placement in spec.placements) or not axes_of(spec.mesh).spatial:
+    if not axes_of(spec.mesh).spatial:
         return passthrough(op, args, kwargs)
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        if not any(isinstance(arg, DTensor) and _is_cut(arg) for arg in (*args[1:], *kwargs.values())):
+            with contextlib.suppress(NotImplementedError):  # upstream does not know the op
+                return passthrough(op, args, kwargs)
+        return _written_to_sum(op, target, args[1:], kwargs)
     mesh, placements = spec.mesh, spec.placements
     op(
         *(aligned(op, arg, target.shape, mesh, placements) for arg in args),
@@ -111,10 +125,45 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return target
 
 
+def _written_to_sum(op: Op, target: DTensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What the op makes of the sum goes into the summand of the first rank, in place: others may be views of the same memory."""
+    spec = spec_of(target)
+    written = local_of(op(_sum_done(target), *others, **kwargs))
+    ranks = axes_of(spec.mesh).ranks
+    summed = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op == "sum"]
+    local_of(target).copy_(written)
+    if any(ranks[axis] for axis in summed):
+        local_of(target).zero_()
+    return target
+
+
+_BETWEEN = ("torchtp.dtensor.", "torch._compile", "torch._dynamo.")
+
+
+@cache
+def rule_of_tagged(op: Op) -> Handler | None:
+    """The rule for what PyTorch itself calls elementwise; None for other ops, and for `equal`, which gives no tensor."""
+    returns = [str(result.type) for result in op._schema.returns]
+    if torch.Tag.pointwise not in op.tags or is_composite(op) or not returns or set(returns) != {"Tensor"}:
+        return None
+    return pointwise_in_place if op._schema.name.endswith("_") else pointwise
+
+
+def _sum_done(leaf: Any) -> Any:
+    if not isinstance(leaf, DTensor):
+        return leaf
+    spec, placements = spec_of(leaf), sums_done(spec_of(leaf).placements)
+    return wrap(recut(local_of(leaf), spec, placements), spec.mesh, placements, leaf.shape)
+
+
+def _is_cut(arg: DTensor) -> bool:
+    return any(placement.is_shard() for placement in spec_of(arg).placements)
+
+
 def _written_whole(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A plain tensor is what every rank holds: what is written into it is gathered."""
     for arg in (*args, *kwargs.values()):
-        if isinstance(arg, DTensor) and any(placement.is_shard() for placement in spec_of(arg).placements):
+        if isinstance(arg, DTensor) and _is_cut(arg):
             notice.gathering(op, arg.shape, arg.dtype)
     op(*map(full_of, args), **{k: full_of(arg) for k, arg in kwargs.items()})
     return args[0]
@@ -224,11 +273,19 @@ def _is_accumulation(op: Op, tensors: list[torch.Tensor]) -> bool:
 
 
 def _by_autograd_itself() -> bool:
-    """Whether the op now dispatched was called by the engine or a derivative in C++, and not by someone's Python."""
+    """Whether the op now dispatched was called by the engine or a derivative in C++, and not by someone's Python.
+
+    A dispatch mode (a counter of operations) stands between and calls nothing of its own.
+    """
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals["__name__"].startswith("torchtp.dtensor."):
+    others = False
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_code.co_name == "__torch_dispatch__":
+            others = False
+        elif not frame.f_globals["__name__"].startswith(_BETWEEN):
+            others = True
         frame = frame.f_back
-    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+    return not others
 
 
 def beside_zero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,7 +314,7 @@ def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
     made = axes_of(cut.device_mesh).writes_into_plain
-    may_be_own = not made or any(placement.is_shard() for placement in spec_of(cut).placements)
+    may_be_own = not made or _is_cut(cut)
     if may_be_own and not _on_some_rank(whole.any(), cut.device_mesh):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
     plain = full_of(cut) if made else share_of(cut)

@@ -115,7 +115,7 @@ def _along(matrices: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
 def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bins straddle ranks: every rank averages its part of each bin, the parts are summed; the output is whole."""
     input, sizes = bound(op, args, kwargs)
-    if not is_cut(input):
+    if not is_cut(input) or input.dim() != len(sizes) + 2:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, any_dim)
     cut = cut_of(mesh, placements, input.shape)
@@ -131,7 +131,7 @@ def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
 def adaptive_avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input = bound(op, args, kwargs)
-    if not is_cut(input):
+    if not is_cut(input) or input.dim() != (4 if "2d" in op._schema.name else 5):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, any_dim)
     sizes = list(grad_output.shape[2:])

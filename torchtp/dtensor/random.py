@@ -70,8 +70,8 @@ def _is_ours(tensor: object) -> bool:
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
-    # Generators fill in the order of memory: the whole lies as its part does.
+    # Generators fill in the order of memory, which is the same on all ranks.
     local = local_of(tensor)
     return torch.empty_strided(
-        tensor.shape, dense_stride(tensor.shape, local.stride()), dtype=local.dtype, device=local.device
+        tensor.shape, dense_stride(tensor.shape, tensor.stride()), dtype=local.dtype, device=local.device
     )

@@ -41,10 +41,8 @@ def reshape_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return become(op, args, kwargs, view_op(*args, **kwargs))
 
 
-def groups_of(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest groups of consecutive dims, old and new, that hold the same elements; None where a dim is 0."""
-    if 0 in old or 0 in new:
-        return [([i], [i]) for i in range(len(old))] if old == new else None
+def groups_of(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
+    """The smallest groups of consecutive dims, old and new, that hold the same elements; no dim is 0."""
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -112,9 +110,12 @@ def _reshaped_anyhow(tensor: DTensor, shape: torch.Size) -> DTensor:
 
 def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None:
     """The elements in another shape, and whether they are a copy; None where only a gather can do it."""
+    if 0 in shape:  # nothing moves
+        local, mesh, placements = summed(tensor)
+        if tensor.shape == shape:
+            return wrap(local.view(local.shape), mesh, placements, shape, tensor.stride()), False
+        return wrap(local.new_empty(shape), mesh, (Replicate(),) * len(placements), shape), True
     groups = groups_of(list(tensor.shape), list(shape))
-    if groups is None:
-        return None
     atoms = _atoms(tensor.shape, groups, shape)
     if atoms not in (tensor.shape, shape):
         split = _reshaped(tensor, atoms)

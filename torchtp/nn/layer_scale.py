@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import dense_stride
+from torchtp.dtensor.cut import whole_stride
 
 
 class LayerScale(nn.Module):
@@ -45,7 +45,7 @@ def layer_scale(
         for part in (residual, branch)
     )
     output = _scaled(ours, other, gamma if gamma is None else lazy.Scaled.apply(gamma, factor), keep)
-    stride = dense_stride(residual.shape, output.stride())
+    stride = whole_stride(mesh, kept, residual.shape, output.stride())
     return DTensor.from_local(output, mesh, kept, run_check=False, shape=residual.shape, stride=stride)
 
 

@@ -1,0 +1,235 @@
+"""Compares every operator of PyTorch's own database, on cut tensors, with one device, and the way each rank takes with the others'."""
+
+from __future__ import annotations
+
+import sys
+import types
+import unittest
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchtp
+from torchtp.dtensor.notice import told_to
+
+Leaves = list[Any]
+
+_DIMS = {"h": -2, "w": -1}
+# What can't be compared, or is refused with an error that says so.
+LEFT_OUT = {
+    "empty_like": "gives what was in memory",
+    "new_empty": "gives what was in memory",
+    "new_empty_strided": "gives what was in memory",
+    "cov": "divides by differences of weights that are nothing but rounding",
+    "resize_": "changes a shape in place",
+    "as_strided": "changes a shape in place, in one of its forms",
+    "as_strided.partial_views": "changes a shape in place, in one of its forms",
+    "addbmm": "changes a shape in place, in one of its forms",
+    "tensor_split": "reads the values of a tensor of indices past the dispatcher",
+}
+
+
+def database() -> list[Any]:
+    """All operators in double precision that are compared."""
+    try:
+        import expecttest  # noqa: F401
+    except ImportError:  # a base class is taken from it, and none of its methods
+        stub = types.ModuleType("expecttest")
+        stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = stub
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [op for op in op_db if torch.float64 in op.dtypes and name_of(op) not in LEFT_OUT]
+
+
+def name_of(op: Any) -> str:
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+class Steps(TorchDispatchMode):
+    """Writes down what is called with DTensors, and how these are cut and lie in memory: the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, results)) if isinstance(leaf, DTensor)]
+        if tensors:
+            self.taken.append(f"{func} {[(t.placements, tuple(t.shape), t.stride()) for t in tensors]}")
+        return results
+
+
+class Operator(nn.Module):
+    """One call of an operator, of the tensors that are given; other tensors are its parameters and buffers."""
+
+    def __init__(self, function: Callable[..., Any], leaves: Leaves, structure: Any, given: set[int], in_place: bool):
+        super().__init__()
+        self.function, self.structure, self.given, self.in_place = function, structure, sorted(given), in_place
+        self.leaves: Leaves = []
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor) or place in given:
+                self.leaves.append(leaf)
+            elif leaf.requires_grad:
+                self.register_parameter(f"of_{place}", nn.Parameter(leaf.detach().clone()))
+                self.leaves.append(None)
+            else:
+                self.register_buffer(f"of_{place}", leaf.detach().clone())
+                self.leaves.append(None)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.given, tensors, strict=True):
+            leaves[place] = tensor
+        for place in range(len(leaves)):
+            held = getattr(self, f"of_{place}", None)
+            leaves[place] = leaves[place] if held is None else held
+        if self.in_place:
+            leaves[self.given[0]] = leaves[self.given[0]].clone()
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return self.function(*args, **kwargs)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _total(outputs: list[Tensor], first_seed: int = 0) -> Tensor | None:
+    """A weighted sum of what has a gradient."""
+    total: Tensor | None = None
+    for number, output in enumerate(outputs):
+        if not output.requires_grad:
+            continue
+        generator = torch.Generator().manual_seed(first_seed + number)
+        weighed = output * torch.rand(output.shape, generator=generator, dtype=torch.float64)
+        weighed = weighed.real + 2 * weighed.imag if weighed.is_complex() else weighed
+        total = weighed.sum() if total is None else total + weighed.sum()
+    return total
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+def _step(module: nn.Module, given: list[Tensor], post: Callable[[Any], Any], twice: bool) -> list[Tensor]:
+    """Outputs; afterwards tensors have gradients, or, `twice`, those of a sum of gradients."""
+    torch.manual_seed(1234)
+    outputs = _tensors(post(module(*given)))
+    total = _total(outputs)
+    if total is None:
+        return outputs
+    if not twice:
+        total.backward()
+        return outputs
+    leaves = [tensor for tensor in given if tensor.requires_grad]
+    grads = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True) if leaves else ()
+    again = _total([_whole(grad) for grad in grads if grad is not None], first_seed=50)
+    if again is not None:
+        again.backward()
+    return outputs
+
+
+def _difference(mine: Tensor | None, reference: Tensor | None) -> str:
+    if mine is None or reference is None:
+        there = reference if mine is None else mine
+        return "" if there is None or not there.any() else "there on one side only"
+    mine, reference = _whole(mine.detach()), _whole(reference.detach())
+    if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
+        return f"{mine.dtype} {tuple(mine.shape)}, not {reference.dtype} {tuple(reference.shape)}"
+    return "" if torch.allclose(mine, reference, 1e-7, 1e-9, equal_nan=True) else f"{mine} instead of {reference}"
+
+
+def _compare(
+    function: Callable[..., Any], sample: Any, layout: torchtp.Layout, all_cut: bool, in_place: bool, twice: bool
+) -> tuple[str, list[str]]:
+    """What differs, and the steps taken; nothing where the sample can't be cut, or one device refuses it."""
+    leaves, structure = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    first = leaves[places[0]] if places else None
+    if first is None or first.dim() < -min(layout.spatial.values()) or first.layout is not torch.strided:
+        return "", []
+    given = {place for place in places if place == places[0] or (all_cut and leaves[place].shape == first.shape)}
+
+    def inputs(cut: bool) -> list[Tensor]:
+        made = (layout.shard(leaves[place].detach()) if cut else leaves[place] for place in sorted(given))
+        return [
+            tensor.detach().clone().requires_grad_(leaves[place].requires_grad)
+            for place, tensor in zip(sorted(given), made, strict=True)
+        ]
+
+    one = Operator(function, leaves, structure, given, in_place)
+    references = inputs(cut=False)
+    try:
+        expected = _step(one, references, sample.output_process_fn_grad, twice)
+    except Exception:
+        return "", []
+    cut = Operator(function, leaves, structure, given, in_place)
+    mine = inputs(cut=True)
+    steps = Steps()
+    with steps, told_to(lambda *_: None):
+        outputs = _step(torchtp.parallelize(cut, layout, output="full"), mine, sample.output_process_fn_grad, twice)
+        pairs = [*zip(mine, references, strict=True), *zip(cut.parameters(), one.parameters(), strict=True)]
+        of_grads = [_difference(a.grad, b.grad) for a, b in (pairs[: len(mine)] if twice else pairs)]
+    if len(outputs) != len(expected):
+        return f"{len(outputs)} outputs, not {len(expected)}", steps.taken
+    found = [f"output: {text}" for text in map(_difference, outputs, expected) if text]
+    return "; ".join(found + [f"gradient: {text}" for text in of_grads if text]), steps.taken
+
+
+def _ways(op: Any, twice: bool) -> Iterator[tuple[str, Callable[..., Any], bool, bool]]:
+    """Name, function, whether all tensors of the image's shape are cut, and whether it writes in place."""
+    yield "", op.op, False, False
+    if not twice:
+        yield " of cut ones", op.op, True, False
+        if op.inplace_variant is not None:
+            yield " in place", op.inplace_variant, False, True
+
+
+def _samples(op: Any, most: int) -> list[Any]:
+    torch.manual_seed(0)
+    samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
+    return [samples[number * len(samples) // most] for number in range(most)] if len(samples) > most else samples
+
+
+def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False) -> dict[str, tuple[str, int]]:
+    """On every rank: at most `most` samples of each operator of the part; of each case what differs, and a digest of the steps taken."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    layout = torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
+    found: dict[str, tuple[str, int]] = {}
+    operators = [op for op in database() if op.supports_gradgrad or not twice]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in operators[part[0] :: part[1]]:
+            for number, sample in enumerate(_samples(op, most)):
+                for way, function, all_cut, in_place in _ways(op, twice):
+                    try:
+                        text, steps = _compare(function, sample, layout, all_cut, in_place, twice)
+                    except dist.DistBackendError:  # one rank alone failed: nothing more can be compared
+                        raise
+                    except Exception as error:
+                        text, steps = f"{type(error).__name__}: {error}", []
+                    found[f"{name_of(op)}{way} #{number}"] = text, zlib.crc32("\n".join(steps).encode())
+    return found
+
+
+def complaints(of_ranks: list[dict[str, tuple[str, int]]]) -> list[str]:
+    """What any rank found, and cases in which ranks took different steps."""
+    found = []
+    for case, results in {case: [each[case] for each in of_ranks] for case in of_ranks[0]}.items():
+        texts = [text for text, _ in results if text]
+        if texts:
+            found.append(f"{case}: {texts[0]}")
+        elif len({steps for _, steps in results}) > 1:
+            found.append(f"{case}: ranks took different steps")
+    return found
