@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtp.agreement import Agreement
 from torchtp.dtensor import mark
-from torchtp.dtensor.cut import whole_stride
+from torchtp.dtensor.cut import from_part
 from torchtp.dtensor.whole import Cut, dense_format
 
 
@@ -116,7 +116,7 @@ class Layout:
         if local.shape != full.shape:
             # Memory of its own: a view would keep the whole image alive, and every pull would make it dense anew.
             local = local.clone(memory_format=dense_format(full))
-        return self._wrap(local, full.shape, placements)
+        return from_part(local, self.spatial_mesh, placements, full.shape, full)
 
     def from_tile(self, tile: torch.Tensor, global_shape: Sequence[int]) -> DTensor:
         """This rank's part (see `tile`) as one tensor of `global_shape`; differentiable.
@@ -136,7 +136,7 @@ class Layout:
         except ValueError as error:
             complaint = str(error)
         self.agreement.check([("an image", shape, tile.dtype)], complaint)
-        return self._wrap(tile, shape, self.placements(len(shape)))
+        return from_part(tile, self.spatial_mesh, self.placements(len(shape)), shape, None)
 
     def replicate(self, tensor: torch.Tensor) -> DTensor:
         """A tensor that every rank of the spatial group holds and shall keep whole."""
@@ -173,17 +173,6 @@ class Layout:
                 f"a DTensor on {tensor.device_mesh} is not on the spatial mesh of this layout, {self.spatial_mesh}: "
                 "make it with layout.shard() or layout.from_tile()"
             )
-
-    def _wrap(self, local: torch.Tensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
-        # The whole tensor's strides follow from the part's, not the other way round: kernels see the part.
-        return DTensor.from_local(
-            local,
-            self.spatial_mesh,
-            placements,
-            run_check=False,
-            shape=shape,
-            stride=whole_stride(self.spatial_mesh, placements, shape, local.stride()),
-        )
 
 
 def _check_axes(names: tuple[str, ...] | None, spatial: Mapping[str, int], data: str | None) -> None:

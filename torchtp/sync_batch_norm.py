@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtp import lazy
-from torchtp.dtensor.cut import axes_of, num_shards, whole_stride
+from torchtp.dtensor.cut import axes_of, from_part, num_shards
 from torchtp.dtensor.spatial import is_marked, local_part
 from torchtp.dtensor.upstream import plain_shard
 from torchtp.layout import Layout
@@ -78,8 +78,7 @@ def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:
         local, weight, bias, lazy.unwrap(module.running_mean), lazy.unwrap(module.running_var), True, _share(module),
         module.eps, groups if over_data is None else [*groups, over_data],
     )[0]  # fmt: skip
-    stride = whole_stride(mesh, kept, input.shape, output.stride())
-    return DTensor.from_local(output, mesh, kept, run_check=False, shape=input.shape, stride=stride)
+    return from_part(output, mesh, kept, input.shape, input)
 
 
 def _share(module: Any) -> float:

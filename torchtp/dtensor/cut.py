@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -50,6 +52,8 @@ class Axes:
     groups: tuple[str, ...]
     spatial: set[int]  # of all meshes equal to this one
     writes_into_plain: bool = False  # whether a DTensor was ever written into a plain tensor whose gradient is recorded
+    few_rows: bool = False  # whether some rank ever held less than two rows of a cut dim
+    tell_order: dict[tuple[Placements, torch.Size], bool] = field(default_factory=dict)
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
 
@@ -175,36 +179,84 @@ def wrap(
     A view's is given: by it `contiguous()` and `reshape()` know that they have to copy, so that writes into the copy do not
     reach the whole.
     """
-    specs = axes_of(mesh).specs
+    axes = axes_of(mesh)
+    if stride is None and axes.few_rows:
+        local, stride = _in_one_order(axes, local, placements, shape, called.tensors())
     key = (placements, shape, local.dtype, local.stride(), stride)
-    spec = specs.get(key)
+    spec = axes.specs.get(key)
     if spec is None:
-        if len(specs) > 4096:
-            specs.clear()
-        stride = stride or whole_stride(mesh, placements, shape, local.stride())
-        spec = specs[key] = make_spec(mesh, placements, shape, stride, local.dtype)
+        if stride is None and not _tells_order(axes, placements, shape):
+            return wrap(local, mesh, placements, shape)  # the first of its kind on this mesh: on all ranks
+        if len(axes.specs) > 4096:
+            axes.specs.clear()
+        spec = make_spec(mesh, placements, shape, stride or dense_stride(shape, local.stride()), local.dtype)
+        axes.specs[key] = spec
     return make_dtensor(local, spec)
 
 
-def whole_stride(
-    mesh: DeviceMesh, placements: Placements, shape: torch.Size, local: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dims lie in the order of the `local` strides, if all ranks' tell the same one."""
-    return dense_stride(shape, local if _all_tell_order(axes_of(mesh).sizes, placements, shape) else None)
+class _Called(threading.local):
+    """Arguments of the op whose rule runs on this thread."""
+
+    args: tuple[Any, ...] = ()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The DTensors among them, and in lists."""
+        leaves = [leaf for arg in self.args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        return [leaf for leaf in leaves if isinstance(leaf, DTensor)]
 
 
-def _all_tell_order(sizes: tuple[int, ...], placements: Placements, shape: torch.Size) -> bool:
+called = _Called()
+
+
+def from_part(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, made_of: torch.Tensor | None
+) -> DTensor:
+    """As `wrap`, for code above autograd: differentiable. `made_of` is what the part was made of, if that was the same on all ranks."""
+    axes = axes_of(mesh)
+    stride = None
+    if not _tells_order(axes, placements, shape) or axes.few_rows:
+        local, stride = _in_one_order(axes, local, placements, shape, [] if made_of is None else [made_of])
+    stride = stride or dense_stride(shape, local.stride())
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _in_one_order(
+    axes: Axes, local: torch.Tensor, placements: Placements, shape: torch.Size, made_of: list[torch.Tensor]
+) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The part, and strides of the whole that are the same on all ranks; None where each tells them by its own.
+
+    Where some have too few rows for that they are in the order of the first tensor that it was made of, if that has as many
+    dims. What was made of such tensors may lie in another order on each rank: it is brought to this one.
+    """
+    tells = _tells_order(axes, placements, shape)
+    specs = [spec_of(tensor) for tensor in made_of if isinstance(tensor, DTensor)]
+    if tells and all(_tells_order(axes_of(spec.mesh), spec.placements, spec.shape) for spec in specs):
+        return local, None
+    like = made_of[0].stride() if made_of and made_of[0].dim() == len(shape) else None
+    stride = dense_stride(shape, like)
+    order = dense_stride(local.shape, stride)
+    if tells and local.stride() != order:
+        local = torch.empty_strided(local.shape, order, dtype=local.dtype, device=local.device).copy_(local)
+    return local, stride
+
+
+def _tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
     """Whether each rank holds at least two rows of every cut dim: the strides of fewer say nothing of the order in memory.
 
     Derivatives go by strides (of a product: which factor is transposed), and have to take the same way on all ranks.
     """
-    extents: dict[int, set[int]] = {}
-    for size, placement in zip(sizes, placements, strict=True):
-        if plain_shard(placement):
-            whole = extents.get(placement.dim, {shape[placement.dim]})
-            bounds = [owned(extent, size, rank) for extent in whole for rank in range(size)]
-            extents[placement.dim] = {end - begin for begin, end in bounds}
-    return all(min(parts) > 1 for parts in extents.values())
+    key = placements, shape
+    tells = axes.tell_order.get(key)
+    if tells is None:
+        extents: dict[int, set[int]] = {}
+        for size, placement in zip(axes.sizes, placements, strict=True):
+            if plain_shard(placement):
+                whole = extents.get(placement.dim, {shape[placement.dim]})
+                bounds = [owned(extent, size, rank) for extent in whole for rank in range(size)]
+                extents[placement.dim] = {end - begin for begin, end in bounds}
+        tells = axes.tell_order[key] = all(min(parts) > 1 for parts in extents.values())
+        axes.few_rows = axes.few_rows or not tells
+    return tells
 
 
 def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchtp.dtensor.upstream import (
     in_backward,
     is_composite,
     local_of,
+    node_in_backward,
     passthrough,
     plain_shard,
     spec_of,
@@ -269,7 +271,33 @@ def _is_accumulation(op: Op, tensors: list[torch.Tensor]) -> bool:
         return False
     if isinstance(tensors[0], DTensor) == isinstance(tensors[1], DTensor):
         return False
-    return _by_autograd_itself()
+    return _by_autograd_itself() and not _is_of_atan2()
+
+
+class _Summed(threading.local):
+    """The last derivative of atan2 whose sum of squares was taken on this thread: graph task and node."""
+
+    last: tuple[int, int] | None = None
+
+
+_summed = _Summed()
+
+
+def _is_of_atan2() -> bool:
+    """Whether it is no gradient that is added but a square, in the one derivative that adds what forward has kept.
+
+    That is the first sum in its node: what the engine adds up comes after it.
+    """
+    node = node_in_backward("Atan2Backward0")
+    if node is None or node[:2] == _summed.last:
+        return False
+    try:
+        if isinstance(node[2]._saved_self, DTensor) == isinstance(node[2]._saved_other, DTensor):
+            return False
+    except RuntimeError:  # what was kept is gone: the derivative is done
+        return False
+    _summed.last = node[:2]
+    return True
 
 
 def _by_autograd_itself() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchtp.dtensor.cut import called
 from torchtp.dtensor.nesting import guarded, guarded_composite
 from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import hand_out
@@ -80,7 +81,11 @@ def install(name: str, handler: Handler) -> None:
     def dispatch(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
-        return handler(op, args, kwargs or {})
+        outer, called.args = called.args, args
+        try:
+            return handler(op, args, kwargs or {})
+        finally:
+            called.args = outer
 
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:

@@ -40,6 +40,7 @@ __all__ = [
     "make_dtensor",
     "make_spec",
     "nested_dims",
+    "node_in_backward",
     "passthrough",
     "plain_shard",
     "real_mesh",
@@ -133,6 +134,14 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def in_backward() -> bool:
     """Whether autograd's engine is running a derivative on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def node_in_backward(name: str) -> tuple[int, int, Any] | None:
+    """Graph task, sequence number and node of the derivative that autograd's engine runs on this thread, if it has that name."""
+    node = torch._C._current_autograd_node()
+    if node is None or node.name() != name:
+        return None
+    return torch._C._current_graph_task_id(), node._sequence_nr(), node
 
 
 def is_known(op: Op) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import axes_of, owned, whole_stride
+from torchtp.dtensor.cut import axes_of, from_part, owned
 from torchtp.dtensor.spatial import local_part
 from torchtp.nn.padding import CutDim, padded_rows
 
@@ -139,14 +139,7 @@ def convolution_padded(
             local = F.pad(local, uncut, mode)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
         output = convolve(local, weight, bias, stride, 0, dilation, groups)
-    return DTensor.from_local(
-        output,
-        mesh,
-        kept,
-        run_check=False,
-        shape=out_shape,
-        stride=whole_stride(mesh, kept, out_shape, output.stride()),
-    )
+    return from_part(output, mesh, kept, out_shape, input)
 
 
 def _check_padding(extent: int, padding: int, mode: str, dim: int) -> None:

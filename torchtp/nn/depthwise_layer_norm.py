@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import cut_of, whole_stride
+from torchtp.dtensor.cut import cut_of, from_part
 from torchtp.dtensor.spatial import local_part
 
 Pair = int | Sequence[int]
@@ -51,8 +51,7 @@ def depthwise_layer_norm(
         for extent, kernel, s, p, d in zip(input.shape[2:], weight.shape[2:], *params, strict=True)
     ]
     shape = torch.Size([*input.shape[:2], *extents])
-    stride_of_all = whole_stride(mesh, kept, shape, output.stride())
-    return DTensor.from_local(output, mesh, kept, run_check=False, shape=shape, stride=stride_of_all)
+    return from_part(output, mesh, kept, shape, input)
 
 
 def _pair(value: Pair) -> list[int]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import whole_stride
+from torchtp.dtensor.cut import from_part
 
 
 class LayerScale(nn.Module):
@@ -45,8 +45,7 @@ def layer_scale(
         for part in (residual, branch)
     )
     output = _scaled(ours, other, gamma if gamma is None else lazy.Scaled.apply(gamma, factor), keep)
-    stride = whole_stride(mesh, kept, residual.shape, output.stride())
-    return DTensor.from_local(output, mesh, kept, run_check=False, shape=residual.shape, stride=stride)
+    return from_part(output, mesh, kept, residual.shape, residual)
 
 
 def _scaled(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import whole_stride
+from torchtp.dtensor.cut import from_part
 from torchtp.dtensor.spatial import local_part
 
 
@@ -75,8 +75,7 @@ class LayerNorm2d(nn.LayerNorm):
             for parameter in (self.weight, self.bias)
         )
         output = _over_channels(local, weight, bias, self.eps)
-        stride = whole_stride(mesh, kept, input.shape, output.stride())
-        return DTensor.from_local(output, mesh, kept, run_check=False, shape=input.shape, stride=stride)
+        return from_part(output, mesh, kept, input.shape, input)
 
 
 def _over_channels(
