@@ -11,11 +11,20 @@ from rules import DATA_W, H4, HW, W3, assert_same, check, device_mesh_of, mean_o
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchtp
 from torchtp.testing import run_ranks
 
 IMAGE = (2, 4, 9, 11)
+
+
+def angles(x, p):
+    """The derivative of atan2 adds the squares of both, the plain one's as well; p has gradients from plain ops besides."""
+    made = p.sin()
+    return torch.atan2(x, made) * made.exp() + torch.atan2(made * 2, x) + torch.atan2(made, made) * x.sinh().atan2_(p)
+
+
 CASES = {
     "scale": (lambda x, p: (x * p).sin(), (4, 1, 1)),
     "scalar": (lambda x, p: x * p + p.square(), ()),
@@ -25,6 +34,7 @@ CASES = {
     "cat": (lambda x, p: torch.cat([x, p], 1).sin(), (2, 3, 9, 11)),
     "prelu": (lambda x, p: F.prelu(x, p.abs()), (4,)),
     "embedding": (lambda x, p: F.embedding((x[:, :2] > 0).sum(1), p).permute(0, 3, 1, 2) * x, (3, 4)),
+    "angles": (angles, IMAGE),
     "made_plain": (lambda x, p: x + F.conv2d(p.sin(), torch.ones(4, 2, 3, 3).double(), padding=1), (1, 2, 9, 11)),
     "pooled": (lambda x, p: F.adaptive_avg_pool2d(x, 1) * p, (4, 1, 1)),
 }
@@ -120,3 +130,23 @@ def run_group_norm_penalty():
 
 def test_parameters_of_norms_get_plain_gradients_from_a_gradient_penalty():
     run_ranks(run_group_norm_penalty, 3)
+
+
+def run_counted():
+    """Of a dispatch mode the rules see no more than that it stands between the engine and them."""
+    mark(W3)
+    torch.manual_seed(0)
+    image, parameter = torch.randn(IMAGE).double(), torch.randn(IMAGE).double()
+    flops = []
+    for fn in (
+        CASES["positions"][0],
+        lambda x, p: (x * p + p.exp()).sin() * (x + F.conv2d(p, torch.ones(4, 4, 1, 1).double())),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            check(fn, W3, [image], [parameter], double=False)
+        flops.append(counter.get_total_flops())
+    return flops
+
+
+def test_operations_are_counted_without_changing_gradients():
+    assert all(flops[1] > 0 for flops in run_ranks(run_counted, 3))
