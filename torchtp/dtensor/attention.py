@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import Placements, full_of, interval, on_mesh, sums_done, wrap
+from torchtp.dtensor.cut import Function, Placements, full_of, interval, on_mesh, sums_done, wrap
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule
@@ -66,7 +66,7 @@ def _planned(query: DTensor, key: Any, options: dict[str, Any], causal: bool) ->
     return _Plan(query.device_mesh, tuple(of_query), tuple(of_key), tuple(gradient), options, causal)
 
 
-class Attention(torch.autograd.Function):
+class Attention(Function):
     """Keeps queries, keys and values as they are cut, and attends once more in backward: nothing whole is kept."""
 
     @staticmethod

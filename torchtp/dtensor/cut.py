@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -195,7 +197,7 @@ def wrap(
 
 
 class _Called(threading.local):
-    """Arguments of the op whose rule runs on this thread."""
+    """Arguments of the rule or Function that runs on this thread."""
 
     args: tuple[Any, ...] = ()
 
@@ -206,6 +208,26 @@ class _Called(threading.local):
 
 
 called = _Called()
+
+
+class Function(torch.autograd.Function):
+    """Of DTensors, whose arguments are `called` while it runs."""
+
+    def __init_subclass__(cls) -> None:
+        for name in ("forward", "backward"):
+            setattr(cls, name, staticmethod(_as_called(getattr(cls, name))))
+
+
+def _as_called(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(ctx: Any, *args: Any) -> Any:
+        outer, called.args = called.args, args
+        try:
+            return method(ctx, *args)
+        finally:
+            called.args = outer
+
+    return run
 
 
 def from_part(
@@ -234,10 +256,15 @@ def _in_one_order(
         return local, None
     like = made_of[0].stride() if made_of and made_of[0].dim() == len(shape) else None
     stride = dense_stride(shape, like)
-    order = dense_stride(local.shape, stride)
-    if tells and local.stride() != order:
-        local = torch.empty_strided(local.shape, order, dtype=local.dtype, device=local.device).copy_(local)
-    return local, stride
+    return in_order(local, stride) if tells else local, stride
+
+
+def in_order(local: torch.Tensor, whole: tuple[int, ...]) -> torch.Tensor:
+    """The part dense and in the order of the strides of the whole; itself if it is."""
+    stride = dense_stride(local.shape, whole)
+    if same_order(local.shape, local.stride(), stride):
+        return local
+    return torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
 
 
 def _tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
@@ -260,13 +287,26 @@ def _tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
 
 
 def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`, by default in theirs."""
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`, by default in theirs.
+
+    Those of dims of one row, which say nothing and differ from rank to rank in `like`, are what a contiguous tensor has.
+    """
     stride = [1] * len(shape)
     step = 1
     for dim in sorted(range(len(shape)), key=lambda dim: (like[dim] if like else 0, -dim)):
-        stride[dim] = step
-        step *= max(1, shape[dim])
+        if shape[dim] != 1:
+            stride[dim] = step
+            step *= max(1, shape[dim])
+    for dim in range(len(shape) - 2, -1, -1):
+        if shape[dim] == 1:
+            outermost = all(size == 1 for size in shape[:dim])
+            stride[dim] = step if outermost else stride[dim + 1] * max(1, shape[dim + 1])
     return tuple(stride)
+
+
+def same_order(shape: torch.Size, stride: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether strides of a tensor differ at most where it has one row."""
+    return all(a == b or size == 1 for size, a, b in zip(shape, stride, other, strict=True))
 
 
 def sums_done(placements: Placements) -> Placements:

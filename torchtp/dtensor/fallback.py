@@ -60,9 +60,9 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     full_args, full_kwargs = pytree.tree_map(_writable if op._schema.is_mutable else _full, (args, kwargs))
     results = _computed(op, full_args, full_kwargs)
     if op._schema.is_mutable:
-        written = _write_back(op, args, kwargs, full_args, full_kwargs)
-        if written is not None and _gives_what_it_wrote(op):
-            return written
+        _write_back(op, args, kwargs, full_args, full_kwargs)
+        if _gives_what_it_wrote(op):
+            return _written(op, args, kwargs)
     if not op.is_view or cut is not args[0]:
         return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
     others = args[1:]
@@ -146,9 +146,8 @@ def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placement
 
 def _write_back(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], full_args: tuple[Any, ...], full_kwargs: dict[str, Any]
-) -> DTensor | None:
-    """Copy what the op wrote on whole tensors into the cut ones; returns the first."""
-    written = None
+) -> None:
+    """Copy what the op wrote on whole tensors into the cut ones."""
     before, after = bound(op, args, kwargs), bound(op, full_args, full_kwargs)
     for argument, old, new in zip(op._schema.arguments, before, after, strict=True):
         if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(old, DTensor):
@@ -160,8 +159,14 @@ def _write_back(
             )
         spec = spec_of(old)
         local_of(old).copy_(cut_locally(new, spec.mesh, spec.placements))
-        written = old if written is None else written
-    return written
+
+
+def _written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call writes into, whatever kind of tensor that is: the first argument, or `out`."""
+    arguments = zip(op._schema.arguments, bound(op, args, kwargs), strict=True)
+    return next(
+        given for argument, given in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _gives_what_it_wrote(op: Op) -> bool:
@@ -197,7 +202,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     raise
         local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
         op(*local_args, **local_kwargs)  # every rank writes into what all of them hold
-        return args[0]
+        return _written(op, args, kwargs)
     if whole and is_composite(op):  # `contiguous` of a view: the local tensor may be a dense copy already
         return taken_apart(op, args, kwargs)
     if whole:

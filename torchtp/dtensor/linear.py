@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtp.dtensor.along import Turn
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, on_mesh, parameter_gradient, sums_done, wrap
+from torchtp.dtensor.cut import Function, Placements, cut_locally, full_of, on_mesh, parameter_gradient, sums_done, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.nesting import takes_nested
@@ -71,7 +71,7 @@ def _rows(local: torch.Tensor) -> torch.Tensor:
     return local.reshape(math.prod(local.shape[:-1]), local.size(-1))
 
 
-class Linear(torch.autograd.Function):
+class Linear(Function):
     """input @ weight.t() + bias; of no bias with the features first in memory where that is wanted."""
 
     @staticmethod
@@ -95,7 +95,7 @@ class Linear(torch.autograd.Function):
         )
 
 
-class Outer(torch.autograd.Function):
+class Outer(Function):
     """The gradient of a weight: the sum of a.t() @ b over all but the last dim, shared out by the mean rule."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class Outer(torch.autograd.Function):
         )
 
 
-class Total(torch.autograd.Function):
+class Total(Function):
     """The gradient of a bias: the sum over all but the last dim, shared out by the mean rule."""
 
     @staticmethod
@@ -130,7 +130,7 @@ class Total(torch.autograd.Function):
         return Spread.apply(grad, *ctx.like), None
 
 
-class Spread(torch.autograd.Function):
+class Spread(Function):
     """A bias at every place of a cut tensor."""
 
     @staticmethod

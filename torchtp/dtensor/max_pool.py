@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Cut, Placements, cut_of, is_cut, wrap
+from torchtp.dtensor.cut import Cut, Function, Placements, cut_of, is_cut, wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pooling import any_dim, each, pooled_shape
 from torchtp.dtensor.registry import bound, composite_rule, rule
@@ -95,7 +95,7 @@ def max_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return pool.backward(grad_output, local_as(indices, pool.mesh, pool.placements))
 
 
-class MaxPool(torch.autograd.Function):
+class MaxPool(Function):
     """The pooling, where its indices are not asked for."""
 
     @staticmethod
@@ -110,7 +110,7 @@ class MaxPool(torch.autograd.Function):
         return MaxPoolBackward.apply(grad, *ctx.saved_tensors, ctx.pool), None, None
 
 
-class MaxPoolBackward(torch.autograd.Function):
+class MaxPoolBackward(Function):
     """The pooling's adjoint. Its derivative by the image is zero, but it is one: as on a single device."""
 
     @staticmethod
@@ -131,7 +131,7 @@ class MaxPoolBackward(torch.autograd.Function):
         )
 
 
-class MaxPoolGather(torch.autograd.Function):
+class MaxPoolGather(Function):
     """The adjoint of the pooling's adjoint."""
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, interval, on_mesh, owned, sums_done, wrap
+from torchtp.dtensor.cut import Function, Placements, axes_of, interval, on_mesh, owned, sums_done, wrap
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -81,6 +81,11 @@ def everywhere(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, exten
     return torch.ops.torchtp.pull(local, dim, extent, [begin] * size, [end] * size, axes.groups[axis], 0)
 
 
+def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """The parts, one behind the other. None without rows decides, on its rank alone, in what order the others lie in memory."""
+    return torch.cat([part for part in parts if part.size(dim)] or parts[:1], dim)
+
+
 def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: int, other: int) -> torch.Tensor:
     """Of a part that is cut along `dim` (of `extent`), one that is cut along `other` instead, over the same axis."""
     axes = axes_of(mesh)
@@ -140,7 +145,7 @@ def gathers(old: Placements, new: Placements) -> bool:
     return any(not isinstance(a, (Replicate, Partial)) and not (plain_shard(a) and plain_shard(b)) for a, b in changes)
 
 
-class Recut(torch.autograd.Function):
+class Recut(Function):
     """A DTensor under other placements; so is its gradient."""
 
     @staticmethod

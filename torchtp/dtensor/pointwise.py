@@ -144,11 +144,11 @@ _BETWEEN = ("torchtp.dtensor.", "torch._compile", "torch._dynamo.")
 
 @cache
 def rule_of_tagged(op: Op) -> Handler | None:
-    """The rule for what PyTorch itself calls elementwise; None for other ops, and for `equal`, which gives no tensor."""
-    returns = [str(result.type) for result in op._schema.returns]
-    if torch.Tag.pointwise not in op.tags or is_composite(op) or not returns or set(returns) != {"Tensor"}:
+    """The rule for what PyTorch itself calls elementwise; None for other ops, for `out=`, and for `equal`, which gives no tensor."""
+    returns, in_place = [str(result.type) for result in op._schema.returns], op._schema.name.endswith("_")
+    if torch.Tag.pointwise not in op.tags or is_composite(op) or op._schema.is_mutable != in_place:
         return None
-    return pointwise_in_place if op._schema.name.endswith("_") else pointwise
+    return (pointwise_in_place if in_place else pointwise) if returns and set(returns) == {"Tensor"} else None
 
 
 def _sum_done(leaf: Any) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, sums_done, wrap
+from torchtp.dtensor.cut import Placements, in_order, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pulled, shifted
+from torchtp.dtensor.moving import chunk_of, everywhere, gathers, joined, mirrored, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
@@ -107,7 +107,9 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wants = shifted(-offset, low=0, high=rows)
         pieces.append(pulled(local, mesh, axis, dim, rows, extent, wants))
         offset += rows
-    return wrap(aten.cat(pieces, dim), mesh, placements, shape)
+    # What a rank has of them lies as it happens to be mixed; all lie as one device's would.
+    whole = aten.cat([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors], dim)
+    return wrap(in_order(joined(pieces, dim), whole.stride()), mesh, placements, shape, whole.stride())
 
 
 @spatial_rule("stack")
@@ -172,7 +174,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # output row o is input row o - by, or o - by + extent where that is negative: what is ahead, then what is behind
         ahead = pulled(local, mesh, axis, dim, extent, extent, shifted(extent - by, high=extent))
         behind = pulled(local, mesh, axis, dim, extent, extent, shifted(-by, low=0))
-        local = aten.cat([ahead, behind], dim)
+        local = joined([ahead, behind], dim)
     return wrap(local, mesh, placements, tensor.shape)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import axes_of, dense_stride, sums_done, wrap
+from torchtp.dtensor.cut import axes_of, dense_stride, same_order, sums_done, wrap
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, pulled, pushed, put_into, recut, same_chunks, scaled
 from torchtp.dtensor.nesting import flat, may_nest, takes_nested
@@ -241,7 +241,7 @@ def _with_outer_cuts(
 
 def _stride_of_view(tensor: DTensor, shape: torch.Size) -> tuple[int, ...] | None:
     """Of a view of what is itself not dense, a slice; None where the whole can't be viewed so, or is dense."""
-    if tensor.stride() == dense_stride(tensor.shape, tensor.stride()):
+    if same_order(tensor.shape, tensor.stride(), dense_stride(tensor.shape, tensor.stride())):
         return None
     try:
         return torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape).stride()

@@ -6,25 +6,37 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, on_mesh, wrap
+from torchtp.dtensor.cut import (
+    Function,
+    Placements,
+    axes_of,
+    cut_locally,
+    dense_stride,
+    full_of,
+    num_shards,
+    on_mesh,
+    wrap,
+)
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, Replicate, plain_shard
 
 
-class Cut(torch.autograd.Function):
+class Cut(Function):
     """This rank's part of what every rank holds, in memory of its own; no communication, its gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
         ctx.mesh = mesh
-        part = cut_locally(full, mesh, placements)
-        return wrap(part.clone(memory_format=dense_format(full)), mesh, placements, full.shape)
+        order = dense_format(full)
+        part = cut_locally(full, mesh, placements).clone(memory_format=order)
+        stride = dense_stride(full.shape, None if order == torch.contiguous_format else full.stride())
+        return wrap(part, mesh, placements, full.shape, stride)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, None, None]:
         return Gather.apply(on_mesh(grad, ctx.mesh)), None, None
 
 
-class Gather(torch.autograd.Function):
+class Gather(Function):
     """The whole on every rank; so is its gradient."""
 
     @staticmethod
@@ -39,7 +51,7 @@ class Gather(torch.autograd.Function):
         return Cut.apply(grad, ctx.mesh, ctx.placements)
 
 
-class Whole(torch.autograd.Function):
+class Whole(Function):
     """The whole of a DTensor, as a plain tensor; its gradient is the mean of what the ranks hand in."""
 
     @staticmethod
@@ -53,7 +65,7 @@ class Whole(torch.autograd.Function):
         return Contributed.apply(grad, ctx.mesh)
 
 
-class Contributed(torch.autograd.Function):
+class Contributed(Function):
     """The mean over the ranks of a mesh of what each of them has, still to be summed."""
 
     @staticmethod
@@ -66,7 +78,7 @@ class Contributed(torch.autograd.Function):
         return Whole.apply(on_mesh(grad, ctx.mesh)), None
 
 
-class Given(torch.autograd.Function):
+class Given(Function):
     """What every rank holds and gives to a computation on cut tensors; its gradient is the mean of what the ranks hand out.
 
     In memory of its own: a view that a Function returns can't be written in place.
@@ -79,7 +91,7 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return Whole.apply(Contributed.apply(grad, ctx.mesh)), None
+        return Gather.apply(grad) if isinstance(grad, DTensor) else Whole.apply(Contributed.apply(grad, ctx.mesh)), None
 
 
 _HANDS_IN = "_torchtp_hands_in"

@@ -1,0 +1,69 @@
+"""Random networks, cut, have the outputs and gradients of one device, by the same steps on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from operators import Steps
+from random_networks import random_network
+from rules import assert_same
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchtp
+from torchtp.testing import run_ranks
+
+_DIMS = {"h": -2, "w": -1}
+MESHES = [{"h": 3}, {"w": 4}, {"h": 2, "w": 2}]
+
+
+def step(network, image):
+    torch.manual_seed(7)
+    image = image.detach().clone().requires_grad_()
+    output = network(image)
+    weight = torch.rand(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
+    (output * weight).sum().backward()
+    return output.detach(), image.grad
+
+
+def run_networks(axes, seeds):
+    """The steps that were taken for each seed."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    layout = torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
+    taken = []
+    for seed in seeds:
+        network, image = random_network(seed)
+        one = copy.deepcopy(network)
+        expected = step(one, image)
+        steps = Steps()
+        with steps:
+            got = step(torchtp.parallelize(network, layout, output="full"), image)
+        for name, mine, reference in zip(("output", "gradient of the image"), got, expected, strict=True):
+            assert_same(f"seed {seed}: {name}", mine, reference, 1e-8)
+        for (name, mine), reference in zip(network.named_parameters(), one.parameters(), strict=True):
+            assert_same(f"seed {seed}: gradient of {name}", mine.grad, reference.grad, 1e-8)
+        taken.append(steps.taken)
+    return taken
+
+
+def assert_alike(axes, seeds, timeout):
+    first, *others = run_ranks(run_networks, math.prod(axes.values()), axes, seeds, backend="torchtp", timeout=timeout)
+    for seed, *steps in zip(seeds, first, *others, strict=True):
+        parted = next((pair for pair in zip(*steps, strict=False) if len(set(pair)) > 1), None)
+        assert parted is None, f"seed {seed}: ranks part at {parted}"
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_random_networks(axes):
+    assert_alike(axes, range(60), 120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_more_random_networks(axes, part):
+    assert_alike(axes, range(60 + part * 100, 160 + part * 100), 600)
