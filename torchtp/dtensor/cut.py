@@ -9,11 +9,13 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     DTensorSpec,
+    Op,
     Partial,
     Placement,
     Replicate,
@@ -197,14 +199,34 @@ def wrap(
 
 
 class _Called(threading.local):
-    """Arguments of the rule or Function that runs on this thread."""
+    """The rule or Function that runs on this thread: its op, if it is a rule, and arguments."""
 
+    op: Op = None
     args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}  # noqa: RUF012
 
     def tensors(self) -> list[torch.Tensor]:
         """The DTensors among them, and in lists."""
         leaves = [leaf for arg in self.args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         return [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+
+    def stride_of_one_device(self, shape: torch.Size) -> tuple[int, ...] | None:
+        """Of the result of that shape, if the op can tell it without data: a convolution lies as its device's library likes."""
+        if self.op is None or torch.Tag.nondeterministic_seeded in self.op.tags or "convolution" in self.op.name():
+            return None
+        args, kwargs = pytree.tree_map(_without_data, (self.args, self.kwargs))
+        try:
+            results = pytree.tree_leaves(self.op(*args, **kwargs))
+        except (RuntimeError, NotImplementedError):
+            return None
+        strides = (leaf.stride() for leaf in results if isinstance(leaf, torch.Tensor) and leaf.shape == shape)
+        return next(strides, None)
+
+
+def _without_data(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
 
 called = _Called()
@@ -221,11 +243,12 @@ class Function(torch.autograd.Function):
 def _as_called(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(ctx: Any, *args: Any) -> Any:
-        outer, called.args = called.args, args
+        outer = called.op, called.args, called.kwargs
+        called.op, called.args, called.kwargs = None, args, {}
         try:
             return method(ctx, *args)
         finally:
-            called.args = outer
+            called.op, called.args, called.kwargs = outer
 
     return run
 
@@ -247,14 +270,16 @@ def _in_one_order(
 ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """The part, and strides of the whole that are the same on all ranks; None where each tells them by its own.
 
-    Where some have too few rows for that they are in the order of the first tensor that it was made of, if that has as many
-    dims. What was made of such tensors may lie in another order on each rank: it is brought to this one.
+    Where some have too few rows for that they are in the order that one device would give them, or of the first tensor
+    that it was made of. What was made of such tensors may lie in another order on each rank: it is brought to this one.
     """
     tells = _tells_order(axes, placements, shape)
     specs = [spec_of(tensor) for tensor in made_of if isinstance(tensor, DTensor)]
     if tells and all(_tells_order(axes_of(spec.mesh), spec.placements, spec.shape) for spec in specs):
         return local, None
-    like = made_of[0].stride() if made_of and made_of[0].dim() == len(shape) else None
+    like = called.stride_of_one_device(shape)
+    if like is None and made_of and made_of[0].dim() == len(shape):
+        like = made_of[0].stride()
     stride = dense_stride(shape, like)
     return in_order(local, stride) if tells else local, stride
 

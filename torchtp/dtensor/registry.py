@@ -81,11 +81,13 @@ def install(name: str, handler: Handler) -> None:
     def dispatch(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
-        outer, called.args = called.args, args
+        kwargs = kwargs or {}
+        outer = called.op, called.args, called.kwargs
+        called.op, called.args, called.kwargs = op, args, kwargs
         try:
-            return handler(op, args, kwargs or {})
+            return handler(op, args, kwargs)
         finally:
-            called.args = outer
+            called.op, called.args, called.kwargs = outer
 
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
