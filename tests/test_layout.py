@@ -193,3 +193,20 @@ def test_chunks_are_those_of_torch_chunk():
 def _widths():
     layout = Layout(_mesh(w=4), {"w": -1})
     return [layout.tile_shape((1, 1, extent))[-1] for extent in range(1, 20)]
+
+
+def _tiles_in_two_formats(shape):
+    layout = Layout(_mesh(w=2), {"w": -1})
+    tile = torch.zeros(layout.tile_shape(shape))
+    tile = tile.contiguous(memory_format=torch.channels_last) if dist.get_rank() else tile
+    try:
+        return layout.from_tile(tile, shape).stride()
+    except ValueError as error:
+        return str(error)
+
+
+def test_tiles_in_two_memory_formats_are_refused_but_where_few_rows_tell_none():
+    first, second = run_ranks(_tiles_in_two_formats, 2, (1, 3, 4, 8))
+    assert first == second and "rank 1 has an image in channels_last of shape (1, 3, 4, 8)" in first
+    first, second = run_ranks(_tiles_in_two_formats, 2, (1, 3, 4, 3))
+    assert first == second == (36, 12, 3, 1)

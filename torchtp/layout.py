@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtp.agreement import Agreement
 from torchtp.dtensor import mark
-from torchtp.dtensor.cut import from_part
-from torchtp.dtensor.whole import Cut, dense_format
+from torchtp.dtensor.cut import axes_of
+from torchtp.dtensor.whole import Cut, dense_format, told_format
+from torchtp.dtensor.wrapping import from_part, tells_order
 
 
 class Layout:
@@ -124,8 +125,9 @@ class Layout:
         Collective over the spatial group: a part that was cut for another shape is a ValueError on all its ranks.
         """
         shape = torch.Size(global_shape)
-        complaint = ""
+        complaint = what = ""
         try:
+            what = "an image" + self._told_format(tile, shape)
             self.check(tile)
             expected = self.tile_shape(shape)
             if tile.shape != expected:
@@ -135,8 +137,13 @@ class Layout:
                 )
         except ValueError as error:
             complaint = str(error)
-        self.agreement.check([("an image", shape, tile.dtype)], complaint)
+        self.agreement.check([(what, shape, tile.dtype)], complaint)
         return from_part(tile, self.spatial_mesh, self.placements(len(shape)), shape, None)
+
+    def _told_format(self, tile: torch.Tensor, shape: torch.Size) -> str:
+        """Nothing where tiles of few rows are in any format."""
+        tells = tells_order(axes_of(self.spatial_mesh), self.placements(len(shape)), shape)
+        return told_format(tile) if tells else ""
 
     def replicate(self, tensor: torch.Tensor) -> DTensor:
         """A tensor that every rank of the spatial group holds and shall keep whole."""

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import full_of, wrap
+from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES, words
 from torchtp.dtensor.sharing import Share, made_takes_whole, share_of
 from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather
+from torchtp.dtensor.wrapping import wrap
 
 _state = threading.local()
 

@@ -26,7 +26,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.dtensor.moving import Recut
 from torchtp.dtensor.upstream import local_of, make_dtensor, plain_shard, spec_of
-from torchtp.dtensor.whole import Gather, Given
+from torchtp.dtensor.whole import Gather, Given, told_format
 from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.layout import Layout
@@ -284,7 +284,7 @@ class _State:
                 if image:
                     self.layout.check(leaf)
                 what = (_IMAGE if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
-                tensors.append((what, leaf.shape, leaf.dtype))
+                tensors.append((what + told_format(leaf), leaf.shape, leaf.dtype))
         except ValueError as error:
             return [], str(error)
         return tensors, ""

@@ -36,8 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtp import _C, lazy
 from torchtp.dtensor import mark, notice
-from torchtp.dtensor.cut import cut_locally, wrap
+from torchtp.dtensor.cut import cut_locally
 from torchtp.dtensor.upstream import Op, in_backward, plain_shard, spec_of
+from torchtp.dtensor.wrapping import wrap
 from torchtp.measure import SavedBytes
 
 _META = torch.device("meta")

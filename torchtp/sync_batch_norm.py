@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtp import lazy
-from torchtp.dtensor.cut import axes_of, from_part, num_shards
+from torchtp.dtensor.cut import axes_of, num_shards
 from torchtp.dtensor.spatial import is_marked, local_part
 from torchtp.dtensor.upstream import plain_shard
+from torchtp.dtensor.wrapping import from_part
 from torchtp.layout import Layout
 
 _GROUP = "_torchtp_data_group"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_of, is_cut, wrap
+from torchtp.dtensor.cut import Placements, cut_of, is_cut
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import chunk_of, everywhere
 from torchtp.dtensor.pooling import any_dim
@@ -16,6 +16,7 @@ from torchtp.dtensor.shape import axis_cutting
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, Op, Replicate
+from torchtp.dtensor.wrapping import wrap
 
 _NOWHERE = torch.iinfo(torch.int64).max // 2  # plus an index it is still none
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, swapped
 from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
@@ -24,6 +24,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.wrapping import wrap
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import Function, Placements, full_of, interval, on_mesh, sums_done, wrap
+from torchtp.dtensor.cut import Placements, full_of, interval, sums_done
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule
@@ -26,6 +26,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
+from torchtp.dtensor.wrapping import Function, on_mesh, wrap
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,14 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import (
-    cut_of,
-    full_of,
-    parameter_gradient,
-    wrap,
-)
+from torchtp.dtensor.cut import cut_of, full_of
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pooling import each
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
 from torchtp.dtensor.upstream import DTensor, Op, passthrough
+from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
 ops = torch.ops.torchtp
 aten = torch.ops.aten

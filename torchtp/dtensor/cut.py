@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     DTensorSpec,
-    Op,
     Partial,
     Placement,
     Replicate,
     Shard,
     StridedShard,
     local_of,
-    make_dtensor,
-    make_spec,
     plain_shard,
     real_mesh,
     redistributed,
@@ -163,177 +155,6 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
     return redistributed(local_of(tensor), spec, (Replicate(),) * len(spec.placements))
 
 
-def on_mesh(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A gradient as a DTensor; what every rank holds where it is plain, as autograd's own zeros are.
-
-    It makes them where a formula does not depend on an argument, and knows nothing of a DTensor but its shape.
-    """
-    return tensor if isinstance(tensor, DTensor) else wrap(tensor, mesh, (Replicate(),) * mesh.ndim, tensor.shape)
-
-
-def wrap(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Placements,
-    shape: torch.Size,
-    stride: tuple[int, ...] | None = None,
-) -> DTensor:
-    """A DTensor of global `shape`; its global stride is dense, the same on all ranks, and has the order of the local one.
-
-    A view's is given: by it `contiguous()` and `reshape()` know that they have to copy, so that writes into the copy do not
-    reach the whole.
-    """
-    axes = axes_of(mesh)
-    if stride is None and axes.few_rows:
-        local, stride = _in_one_order(axes, local, placements, shape, called.tensors())
-    key = (placements, shape, local.dtype, local.stride(), stride)
-    spec = axes.specs.get(key)
-    if spec is None:
-        if stride is None and not _tells_order(axes, placements, shape):
-            return wrap(local, mesh, placements, shape)  # the first of its kind on this mesh: on all ranks
-        if len(axes.specs) > 4096:
-            axes.specs.clear()
-        spec = make_spec(mesh, placements, shape, stride or dense_stride(shape, local.stride()), local.dtype)
-        axes.specs[key] = spec
-    return make_dtensor(local, spec)
-
-
-class _Called(threading.local):
-    """The rule or Function that runs on this thread: its op, if it is a rule, and arguments."""
-
-    op: Op = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}  # noqa: RUF012
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The DTensors among them, and in lists."""
-        leaves = [leaf for arg in self.args for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        return [leaf for leaf in leaves if isinstance(leaf, DTensor)]
-
-    def stride_of_one_device(self, shape: torch.Size) -> tuple[int, ...] | None:
-        """Of the result of that shape, if the op can tell it without data: a convolution lies as its device's library likes."""
-        if self.op is None or torch.Tag.nondeterministic_seeded in self.op.tags or "convolution" in self.op.name():
-            return None
-        args, kwargs = pytree.tree_map(_without_data, (self.args, self.kwargs))
-        try:
-            results = pytree.tree_leaves(self.op(*args, **kwargs))
-        except (RuntimeError, NotImplementedError):
-            return None
-        strides = (leaf.stride() for leaf in results if isinstance(leaf, torch.Tensor) and leaf.shape == shape)
-        return next(strides, None)
-
-
-def _without_data(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-
-
-called = _Called()
-
-
-class Function(torch.autograd.Function):
-    """Of DTensors, whose arguments are `called` while it runs."""
-
-    def __init_subclass__(cls) -> None:
-        for name in ("forward", "backward"):
-            setattr(cls, name, staticmethod(_as_called(getattr(cls, name))))
-
-
-def _as_called(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def run(ctx: Any, *args: Any) -> Any:
-        outer = called.op, called.args, called.kwargs
-        called.op, called.args, called.kwargs = None, args, {}
-        try:
-            return method(ctx, *args)
-        finally:
-            called.op, called.args, called.kwargs = outer
-
-    return run
-
-
-def from_part(
-    local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, made_of: torch.Tensor | None
-) -> DTensor:
-    """As `wrap`, for code above autograd: differentiable. `made_of` is what the part was made of, if that was the same on all ranks."""
-    axes = axes_of(mesh)
-    stride = None
-    if not _tells_order(axes, placements, shape) or axes.few_rows:
-        local, stride = _in_one_order(axes, local, placements, shape, [] if made_of is None else [made_of])
-    stride = stride or dense_stride(shape, local.stride())
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _in_one_order(
-    axes: Axes, local: torch.Tensor, placements: Placements, shape: torch.Size, made_of: list[torch.Tensor]
-) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """The part, and strides of the whole that are the same on all ranks; None where each tells them by its own.
-
-    Where some have too few rows for that they are in the order that one device would give them, or of the first tensor
-    that it was made of. What was made of such tensors may lie in another order on each rank: it is brought to this one.
-    """
-    tells = _tells_order(axes, placements, shape)
-    specs = [spec_of(tensor) for tensor in made_of if isinstance(tensor, DTensor)]
-    if tells and all(_tells_order(axes_of(spec.mesh), spec.placements, spec.shape) for spec in specs):
-        return local, None
-    like = called.stride_of_one_device(shape)
-    if like is None and made_of and made_of[0].dim() == len(shape):
-        like = made_of[0].stride()
-    stride = dense_stride(shape, like)
-    return in_order(local, stride) if tells else local, stride
-
-
-def in_order(local: torch.Tensor, whole: tuple[int, ...]) -> torch.Tensor:
-    """The part dense and in the order of the strides of the whole; itself if it is."""
-    stride = dense_stride(local.shape, whole)
-    if same_order(local.shape, local.stride(), stride):
-        return local
-    return torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
-
-
-def _tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
-    """Whether each rank holds at least two rows of every cut dim: the strides of fewer say nothing of the order in memory.
-
-    Derivatives go by strides (of a product: which factor is transposed), and have to take the same way on all ranks.
-    """
-    key = placements, shape
-    tells = axes.tell_order.get(key)
-    if tells is None:
-        extents: dict[int, set[int]] = {}
-        for size, placement in zip(axes.sizes, placements, strict=True):
-            if plain_shard(placement):
-                whole = extents.get(placement.dim, {shape[placement.dim]})
-                bounds = [owned(extent, size, rank) for extent in whole for rank in range(size)]
-                extents[placement.dim] = {end - begin for begin, end in bounds}
-        tells = axes.tell_order[key] = all(min(parts) > 1 for parts in extents.values())
-        axes.few_rows = axes.few_rows or not tells
-    return tells
-
-
-def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`, by default in theirs.
-
-    Those of dims of one row, which say nothing and differ from rank to rank in `like`, are what a contiguous tensor has.
-    """
-    stride = [1] * len(shape)
-    step = 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (like[dim] if like else 0, -dim)):
-        if shape[dim] != 1:
-            stride[dim] = step
-            step *= max(1, shape[dim])
-    for dim in range(len(shape) - 2, -1, -1):
-        if shape[dim] == 1:
-            outermost = all(size == 1 for size in shape[:dim])
-            stride[dim] = step if outermost else stride[dim + 1] * max(1, shape[dim + 1])
-    return tuple(stride)
-
-
-def same_order(shape: torch.Size, stride: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether strides of a tensor differ at most where it has one row."""
-    return all(a == b or size == 1 for size, a, b in zip(shape, stride, other, strict=True))
-
-
 def sums_done(placements: Placements) -> Placements:
     """The placements with what is still to be summed whole."""
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
@@ -351,17 +172,3 @@ def num_shards(mesh: DeviceMesh, placements: Placements) -> int:
 def partial_over_shards(placements: Placements) -> Placements:
     """The placements of a sum over a tensor's cut dims: Partial where it is cut."""
     return tuple(placement if isinstance(placement, Replicate) else Partial() for placement in placements)
-
-
-def parameter_gradient(
-    share: torch.Tensor, parameter: torch.Tensor, mesh: DeviceMesh, placements: Placements
-) -> torch.Tensor:
-    """What is handed out as the gradient of a parameter of an op on an activation with `placements`.
-
-    For a plain parameter the mean rule: the share multiplied by the number of shards, so that the gradient is the mean
-    over all ranks. For a DTensor parameter a DTensor that is Partial where the activation is cut.
-    """
-    if isinstance(parameter, DTensor):
-        return wrap(share, mesh, partial_over_shards(placements), share.shape)
-    shards = num_shards(mesh, placements)
-    return share.mul_(shards) if shards > 1 else share

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, cut_locally, full_of, wrap
+from torchtp.dtensor.cut import Placements, cut_locally, full_of
 from torchtp.dtensor.own_images import on_own_images
 from torchtp.dtensor.parts import Put, Take, linked
 from torchtp.dtensor.pointwise import rule_of_tagged
@@ -31,6 +31,7 @@ from torchtp.dtensor.upstream import (
     taken_apart,
 )
 from torchtp.dtensor.whole import dense_format
+from torchtp.dtensor.wrapping import wrap
 
 # What upstream does right and without communication when a tensor is cut; everything that is not here, has no rule and
 # meets a cut tensor is gathered.

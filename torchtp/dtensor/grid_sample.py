@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_of, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_of, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.reduction import wide
@@ -25,6 +25,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.wrapping import wrap
 
 aten, ops = torch.ops.aten, torch.ops.torchtp
 

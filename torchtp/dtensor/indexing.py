@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import partial_over_shards, wrap
+from torchtp.dtensor.cut import partial_over_shards
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.nesting import takes_nested
@@ -16,6 +16,7 @@ from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, in_backward, local_of, plain_shard, spec_of
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 

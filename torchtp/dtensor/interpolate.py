@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_of, is_cut, owned, wrap
+from torchtp.dtensor.cut import cut_of, is_cut, owned
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import Op
+from torchtp.dtensor.wrapping import wrap
 
 # aten's function (its backward is the name with _backward) -> the mode of torchtp::interpolate.
 MODES = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, parameter_gradient, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.norm import gradients, plain
@@ -15,6 +15,7 @@ from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Replicate, Shard, plain_shard
+from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
 ops = torch.ops.torchtp
 

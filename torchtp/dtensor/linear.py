@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtp.dtensor.along import Turn
-from torchtp.dtensor.cut import Function, Placements, cut_locally, full_of, on_mesh, parameter_gradient, sums_done, wrap
+from torchtp.dtensor.cut import Placements, cut_locally, full_of, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.nesting import takes_nested
@@ -18,6 +18,7 @@ from torchtp.dtensor.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of
+from torchtp.dtensor.wrapping import Function, on_mesh, parameter_gradient, wrap
 
 _OP = torch.ops.aten.linear.default
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.parts import linked
@@ -16,6 +15,7 @@ from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, plain_shard
+from torchtp.dtensor.wrapping import wrap
 
 
 @spatial_rule("channel_shuffle", "native_channel_shuffle")

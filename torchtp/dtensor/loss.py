@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import cut_locally, cut_of, wrap
+from torchtp.dtensor.cut import cut_locally, cut_of
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
@@ -24,6 +24,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import dense_stride, sums_done, wrap
+from torchtp.dtensor.cut import sums_done
 from torchtp.dtensor.fallback import has_strided_shard
 from torchtp.dtensor.moving import chunk_of
 from torchtp.dtensor.nesting import takes_nested
@@ -24,6 +24,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.wrapping import dense_stride, wrap
 
 
 @spatial_rule("new_zeros", "new_ones", "new_full", "new_empty")

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import full_of, sums_done, wrap
+from torchtp.dtensor.cut import full_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of
 from torchtp.dtensor.registry import bound, spatial_rule, words
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Cut, Function, Placements, cut_of, is_cut, wrap
+from torchtp.dtensor.cut import Cut, Placements, cut_of, is_cut
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.pooling import any_dim, each, pooled_shape
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op
+from torchtp.dtensor.wrapping import Function, wrap
 
 ops = torch.ops.torchtp
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Function, Placements, axes_of, interval, on_mesh, owned, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, interval, owned, sums_done
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -21,6 +21,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
+from torchtp.dtensor.wrapping import Function, on_mesh, wrap
 
 functional = torch.ops._c10d_functional
 

@@ -6,19 +6,14 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import (
-    Placements,
-    axes_of,
-    full_of,
-    parameter_gradient,
-    wrap,
-)
+from torchtp.dtensor.cut import Placements, axes_of, full_of
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule
 from torchtp.dtensor.sharing import hand_out, hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, in_backward, local_of, plain_shard
+from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
 ops = torch.ops.torchtp
 

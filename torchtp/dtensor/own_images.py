@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import sums_done, wrap
+from torchtp.dtensor.cut import sums_done
 from torchtp.dtensor.registry import bound
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, plain_shard, spec_of
+from torchtp.dtensor.wrapping import wrap
 
 _OF_IMAGES = re.compile(
     r"aten::((_?adaptive_(avg|max)_pool|avg_pool|max_pool|max_unpool|_?upsample_[a-z_]+|(reflection|replication)_pad|grid_sampler_)"

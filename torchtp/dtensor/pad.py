@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import Wants, chunk_of, joined, pulled, pushed, shifted
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
@@ -14,6 +13,7 @@ from torchtp.dtensor.shape import axis_cutting, resized, summed
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import Op
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 Piece = tuple[int, int, Wants, str]  # the output rows [begin, end) it fills, the rows it needs, how they lie in it

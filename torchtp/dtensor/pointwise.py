@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, sums_done, wrap
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, sums_done
 from torchtp.dtensor.moving import all_reduced, gathers, recut
 from torchtp.dtensor.nesting import is_nested, takes_nested
 from torchtp.dtensor.registry import Handler, install, spatial_rule, words
@@ -34,6 +34,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.wrapping import wrap
 
 # PyTorch tags some of these as elementwise itself, and others besides (`rule_of_tagged`); which, depends on its version.
 _FUNCTIONAL = words(

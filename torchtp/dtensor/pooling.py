@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_of, is_cut, owned, wrap
+from torchtp.dtensor.cut import Placements, cut_of, is_cut, owned
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_shard
+from torchtp.dtensor.wrapping import wrap
 
 ops = torch.ops.torchtp
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, wrap
+from torchtp.dtensor.cut import Placements, axes_of
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule, named_arguments, spatial_rule
@@ -27,6 +27,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_locally, dense_stride, full_of, wrap
+from torchtp.dtensor.cut import cut_locally, full_of
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.spatial import is_marked, is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Partial, local_of, passthrough, spec_of
+from torchtp.dtensor.wrapping import dense_stride, wrap
 
 
 @spatial_rule(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, full_of, wrap
+from torchtp.dtensor.cut import Placements, full_of
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.nesting import takes_nested
@@ -25,6 +25,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import called
 from torchtp.dtensor.nesting import guarded, guarded_composite
 from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
 from torchtp.dtensor.whole import hand_in
+from torchtp.dtensor.wrapping import called
 
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -82,12 +82,11 @@ def install(name: str, handler: Handler) -> None:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
         kwargs = kwargs or {}
-        outer = called.op, called.args, called.kwargs
-        called.op, called.args, called.kwargs = op, args, kwargs
+        outer, called.now = called.now, (op, args, kwargs)
         try:
             return handler(op, args, kwargs)
         finally:
-            called.op, called.args, called.kwargs = outer
+            called.now = outer
 
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:

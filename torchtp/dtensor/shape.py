@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, in_order, sums_done, wrap
+from torchtp.dtensor.cut import Placements, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of, everywhere, gathers, joined, mirrored, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -27,6 +27,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
+from torchtp.dtensor.wrapping import in_order, wrap
 
 aten = torch.ops.aten
 

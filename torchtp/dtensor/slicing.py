@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.fallback import unruled, view_links
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, pulled, pushed
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -14,6 +13,7 @@ from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, other_dims, resized, summed, taken, uncut, without
 from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard, redistributed, spec_of
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.along import along_whole_dim, along_whole_dim_backward
-from torchtp.dtensor.cut import wrap
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.reduction import Reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
@@ -16,6 +15,7 @@ from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, plain_shard, spec_of
+from torchtp.dtensor.wrapping import wrap
 
 
 def _is_cut_along(tensor: Any, dims: Any) -> bool:

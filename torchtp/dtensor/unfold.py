@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, wrap
+from torchtp.dtensor.cut import Placements
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Shard, plain_shard
+from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 

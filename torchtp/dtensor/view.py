@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import axes_of, dense_stride, same_order, sums_done, wrap
+from torchtp.dtensor.cut import axes_of, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, pulled, pushed, put_into, recut, same_chunks, scaled
 from torchtp.dtensor.nesting import flat, may_nest, takes_nested
@@ -29,6 +29,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.wrapping import dense_stride, same_order, wrap
 
 aten = torch.ops.aten
 

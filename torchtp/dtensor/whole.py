@@ -6,18 +6,9 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import (
-    Function,
-    Placements,
-    axes_of,
-    cut_locally,
-    dense_stride,
-    full_of,
-    num_shards,
-    on_mesh,
-    wrap,
-)
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, Replicate, plain_shard
+from torchtp.dtensor.wrapping import Function, dense_stride, on_mesh, wrap
 
 
 class Cut(Function):
@@ -120,6 +111,11 @@ def is_first(tensor: torch.Tensor, attribute: str) -> bool:
         return False
     setattr(tensor, attribute, mark)
     return True
+
+
+def told_format(tensor: torch.Tensor) -> str:
+    """For what ranks tell each other of a tensor: they must not hold parts of one in different formats, see docs/design.md, Strides."""
+    return "" if dense_format(tensor) == torch.contiguous_format else " in channels_last"
 
 
 def dense_format(tensor: torch.Tensor) -> torch.memory_format:

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import cut_of, from_part
+from torchtp.dtensor.cut import cut_of
 from torchtp.dtensor.spatial import local_part
+from torchtp.dtensor.wrapping import from_part
 
 Pair = int | Sequence[int]
 

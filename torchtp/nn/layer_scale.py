@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import from_part
+from torchtp.dtensor.wrapping import from_part
 
 
 class LayerScale(nn.Module):

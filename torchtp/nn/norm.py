@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtp import lazy
-from torchtp.dtensor.cut import from_part
 from torchtp.dtensor.spatial import local_part
+from torchtp.dtensor.wrapping import from_part
 
 
 class _Norm(nn.Module):
