@@ -123,8 +123,8 @@ def _layer(draw: random.Random, x: Tensor, channels_last: bool) -> nn.Module:
         lambda: nn.Upsample(scale_factor=draw.choice([2, 1.5, 3]), mode=draw.choice(["nearest", "bilinear"])),
         lambda: nn.BatchNorm2d(c),
         lambda: nn.GroupNorm(draw.choice([1, c]), c),
-        # of one image in channels_last PyTorch's own batch norm is wrong: docs/spatial.md
-        lambda: nn.GroupNorm(c, c) if channels_last else nn.InstanceNorm2d(c, affine=True),
+        # of a single image, in which PyTorch makes channels of images, its own batch norm is wrong: docs/spatial.md
+        lambda: nn.GroupNorm(c, c) if channels_last or len(x) == 1 else nn.InstanceNorm2d(c, affine=True),
         lambda: Call(lambda x, norm: norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), nn.LayerNorm(c)),
         lambda: draw.choice([nn.GELU(), nn.PReLU(), nn.Softplus(), nn.Hardswish(), nn.LeakyReLU(inplace=True)]),
         # masks are drawn in the order of memory, which few rows do not tell
@@ -173,7 +173,10 @@ def random_network(seed: int) -> tuple[nn.Sequential, Tensor]:
                 made = layer(x.clone())
         except (RuntimeError, ValueError):  # sizes that do not fit
             continue
-        if 0 < made.numel() <= _MOST_ELEMENTS and made.size(1) <= _MOST_CHANNELS and made.isfinite().all():
+        fits = 0 < made.numel() <= _MOST_ELEMENTS and made.size(1) <= _MOST_CHANNELS
+        if (
+            fits and made.isfinite().all() and made.abs().max() > 1e-6
+        ):  # maxima of what is nothing but rounding may be any
             layers.append(layer)
             x = made
     network: Any = nn.Sequential(*layers)

@@ -13,7 +13,7 @@ from torchtp.dtensor.shape import axis_cutting, resized, summed
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import Op
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap_as_one_device
 
 aten = torch.ops.aten
 Piece = tuple[int, int, Wants, str]  # the output rows [begin, end) it fills, the rows it needs, how they lie in it
@@ -75,7 +75,7 @@ def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local = joined(parts, dim)
     if any(whole):
         local = op(local, whole) if local.numel() else aten.constant_pad_nd(local, whole)
-    return wrap(local, mesh, placements, shape)
+    return wrap_as_one_device(local, mesh, placements, shape)
 
 
 @spatial_rule(*(f"{mode}_pad{n}d_backward" for mode in ("reflection", "replication") for n in (1, 2, 3)))
@@ -109,7 +109,7 @@ def mirror_pad_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         grad = total
     if any(whole):
         grad = op(grad, local, whole) if local.numel() else aten.zeros_like(local)
-    return wrap(grad, mesh, placements, tensor.shape)
+    return wrap_as_one_device(grad, mesh, placements, tensor.shape)
 
 
 @composite_rule("_pad_circular")

@@ -27,7 +27,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
-from torchtp.dtensor.wrapping import in_order, wrap
+from torchtp.dtensor.wrapping import wrap, wrap_as_one_device
 
 aten = torch.ops.aten
 
@@ -108,9 +108,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wants = shifted(-offset, low=0, high=rows)
         pieces.append(pulled(local, mesh, axis, dim, rows, extent, wants))
         offset += rows
-    # What a rank has of them lies as it happens to be mixed; all lie as one device's would.
-    whole = aten.cat([torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors], dim)
-    return wrap(in_order(joined(pieces, dim), whole.stride()), mesh, placements, shape, whole.stride())
+    return wrap_as_one_device(joined(pieces, dim), mesh, placements, shape)
 
 
 @spatial_rule("stack")
@@ -176,7 +174,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ahead = pulled(local, mesh, axis, dim, extent, extent, shifted(extent - by, high=extent))
         behind = pulled(local, mesh, axis, dim, extent, extent, shifted(-by, low=0))
         local = joined([ahead, behind], dim)
-    return wrap(local, mesh, placements, tensor.shape)
+    return wrap_as_one_device(local, mesh, placements, tensor.shape)
 
 
 @spatial_rule("constant_pad_nd")

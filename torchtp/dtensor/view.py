@@ -29,7 +29,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
-from torchtp.dtensor.wrapping import dense_stride, same_order, wrap
+from torchtp.dtensor.wrapping import dense_stride, same_order, wrap, wrap_as_one_device
 
 aten = torch.ops.aten
 
@@ -285,7 +285,7 @@ def pixel_shuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             extent = tensor.size(placement.dim)
             if not same_chunks(mesh, axis, extent, factor):
                 local = pushed(local, mesh, axis, placement.dim, extent * factor, extent, scaled(factor))
-    return wrap(local, mesh, placements, shape)
+    return wrap_as_one_device(local, mesh, placements, shape)
 
 
 @spatial_rule("pixel_unshuffle")
@@ -304,7 +304,7 @@ def pixel_unshuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     local_shape = [*outer, c * factor**2, h // factor, w // factor]
     local = op(local, factor) if local.numel() else local.new_zeros(local_shape)
     shape = torch.Size([*tensor.shape[:-3], channels * factor**2, height // factor, width // factor])
-    return wrap(local, mesh, placements, shape)
+    return wrap_as_one_device(local, mesh, placements, shape)
 
 
 def _cut_before(tensor: Any, last: int) -> bool:

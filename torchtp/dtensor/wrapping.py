@@ -115,6 +115,12 @@ def from_part(
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def wrap_as_one_device(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+    """As `wrap`, of a part that lies as it happens to be made of pieces on its rank: brought to the order of one device."""
+    stride = dense_stride(shape, called.stride_of_one_device(shape))
+    return wrap(in_order(local, stride), mesh, placements, shape, stride)
+
+
 def _in_one_order(
     axes: Axes, local: torch.Tensor, placements: Placements, shape: torch.Size, made_of: list[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
