@@ -126,7 +126,8 @@ def _layer(draw: random.Random, x: Tensor, channels_last: bool) -> nn.Module:
         # of a single image, in which PyTorch makes channels of images, its own batch norm is wrong: docs/spatial.md
         lambda: nn.GroupNorm(c, c) if channels_last or len(x) == 1 else nn.InstanceNorm2d(c, affine=True),
         lambda: Call(lambda x, norm: norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), nn.LayerNorm(c)),
-        lambda: draw.choice([nn.GELU(), nn.PReLU(), nn.Softplus(), nn.Hardswish(), nn.LeakyReLU(inplace=True)]),
+        lambda: draw.choice([nn.GELU(), nn.PReLU(), nn.Softplus(), nn.Hardswish()]),
+        lambda: Call(lambda x: F.leaky_relu(x * 1, 0.2, inplace=True)),
         # masks are drawn in the order of memory, which few rows do not tell
         lambda: nn.GELU() if channels_last else nn.Dropout(0.3),
         lambda: Call(attention, nn.Linear(c, 3 * c), nn.Linear(c, c)),
