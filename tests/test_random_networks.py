@@ -29,6 +29,12 @@ def step(network, image):
     return output.detach(), image.grad
 
 
+def is_stable(network, image, expected):
+    """Whether rounding changes no more than rounding: a maximum of equal values, or a kink in a constant region, may go either way."""
+    pairs = zip(step(copy.deepcopy(network), image * (1 + 1e-13)), expected, strict=True)
+    return all((a - b).abs().max() < 1e-9 * (1 + b.abs().max()) for a, b in pairs)
+
+
 def run_networks(axes, seeds):
     """The steps that were taken for each seed."""
     warnings.simplefilter("ignore")
@@ -39,6 +45,9 @@ def run_networks(axes, seeds):
         network, image = random_network(seed)
         one = copy.deepcopy(network)
         expected = step(one, image)
+        if not is_stable(network, image, expected):
+            taken.append([])
+            continue
         steps = Steps()
         with steps:
             got = step(torchtp.parallelize(network, layout, output="full"), image)
