@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-import unittest
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -12,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from expecttest_stub import do_without_expecttest
+from models import make_layout
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +21,6 @@ from torchtp.dtensor.notice import told_to
 
 Leaves = list[Any]
 
-_DIMS = {"h": -2, "w": -1}
 # What can't be compared, or is refused with an error that says so.
 LEFT_OUT = {
     "empty_like": "gives what was in memory",
@@ -40,12 +37,7 @@ LEFT_OUT = {
 
 def database() -> list[Any]:
     """All operators in double precision that are compared."""
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:  # a base class is taken from it, and none of its methods
-        stub = types.ModuleType("expecttest")
-        stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = stub
+    do_without_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
     return [op for op in op_db if torch.float64 in op.dtypes and name_of(op) not in LEFT_OUT]
@@ -204,8 +196,7 @@ def _samples(op: Any, most: int) -> list[Any]:
 
 def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False) -> dict[str, tuple[str, int]]:
     """On every rank: at most `most` samples of each operator of the part; of each case what differs, and a digest of the steps taken."""
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    layout = torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
+    layout = make_layout(axes)
     found: dict[str, tuple[str, int]] = {}
     operators = [op for op in database() if op.supports_gradgrad or not twice]
     with warnings.catch_warnings():

@@ -13,12 +13,12 @@ import logging
 import os
 import sys
 import time
-import types
 import unittest
 import warnings
 
 import torch
 import torch.distributed as dist
+from expecttest_stub import do_without_expecttest
 
 import torchtp
 
@@ -64,12 +64,7 @@ def load(backend, as_gloo, size):
     os.environ["BACKEND"] = "gloo" if as_gloo else backend
     os.environ["WORLD_SIZE"] = str(size)
     os.environ.setdefault("INIT_METHOD", f"file://{os.getcwd()}/init")  # a spawned rank inherits that of its test
-    try:
-        import expecttest  # noqa: F401
-    except ImportError:  # the suite takes a base class from it and uses none of its methods
-        stub = types.ModuleType("expecttest")
-        stub.TestCase = unittest.TestCase
-        sys.modules["expecttest"] = stub
+    do_without_expecttest()
     from torch.testing._internal.common_distributed import DistTestCases
 
     for feature in ("plugin", "ddp", "subgroup"):

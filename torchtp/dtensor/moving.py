@@ -82,11 +82,6 @@ def everywhere(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, exten
     return torch.ops.torchtp.pull(local, dim, extent, [begin] * size, [end] * size, axes.groups[axis], 0)
 
 
-def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """The parts, one behind the other. None without rows decides, on its rank alone, in what order the others lie in memory."""
-    return torch.cat([part for part in parts if part.size(dim)] or parts[:1], dim)
-
-
 def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: int, other: int) -> torch.Tensor:
     """Of a part that is cut along `dim` (of `extent`), one that is cut along `other` instead, over the same axis."""
     axes = axes_of(mesh)

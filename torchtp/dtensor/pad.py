@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.fallback import has_strided_shard, unruled
-from torchtp.dtensor.moving import Wants, chunk_of, joined, pulled, pushed, shifted
+from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed, shifted
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed
 from torchtp.dtensor.sharing import local_as
@@ -72,7 +72,7 @@ def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             elif piece[3] == "repeated" and count:
                 rows = rows.expand(resized(rows.shape, dim, count))
             parts.append(rows)
-        local = joined(parts, dim)
+        local = aten.cat(parts, dim)
     if any(whole):
         local = op(local, whole) if local.numel() else aten.constant_pad_nd(local, whole)
     return wrap_as_one_device(local, mesh, placements, shape)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, sums_done
-from torchtp.dtensor.moving import all_reduced, gathers, recut
+from torchtp.dtensor.moving import all_reduced, gathers, recut, recut_tensor
 from torchtp.dtensor.nesting import is_nested, takes_nested
 from torchtp.dtensor.registry import Handler, install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
@@ -134,9 +134,10 @@ def _written_to_sum(op: Op, target: DTensor, others: tuple[Any, ...], kwargs: di
     written = local_of(op(_sum_done(target), *others, **kwargs))
     ranks = axes_of(spec.mesh).ranks
     summed = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op == "sum"]
-    local_of(target).copy_(written)
     if any(ranks[axis] for axis in summed):
         local_of(target).zero_()
+    else:
+        local_of(target).copy_(written)
     return target
 
 
@@ -153,10 +154,7 @@ def rule_of_tagged(op: Op) -> Handler | None:
 
 
 def _sum_done(leaf: Any) -> Any:
-    if not isinstance(leaf, DTensor):
-        return leaf
-    spec, placements = spec_of(leaf), sums_done(spec_of(leaf).placements)
-    return wrap(recut(local_of(leaf), spec, placements), spec.mesh, placements, leaf.shape)
+    return recut_tensor(leaf, sums_done(spec_of(leaf).placements)) if isinstance(leaf, DTensor) else leaf
 
 
 def _is_cut(arg: DTensor) -> bool:

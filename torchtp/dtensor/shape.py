@@ -9,7 +9,7 @@ import torch
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of, everywhere, gathers, joined, mirrored, pulled, shifted
+from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
@@ -108,7 +108,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wants = shifted(-offset, low=0, high=rows)
         pieces.append(pulled(local, mesh, axis, dim, rows, extent, wants))
         offset += rows
-    return wrap_as_one_device(joined(pieces, dim), mesh, placements, shape)
+    return wrap_as_one_device(aten.cat(pieces, dim), mesh, placements, shape)
 
 
 @spatial_rule("stack")
@@ -173,7 +173,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # output row o is input row o - by, or o - by + extent where that is negative: what is ahead, then what is behind
         ahead = pulled(local, mesh, axis, dim, extent, extent, shifted(extent - by, high=extent))
         behind = pulled(local, mesh, axis, dim, extent, extent, shifted(-by, low=0))
-        local = joined([ahead, behind], dim)
+        local = aten.cat([ahead, behind], dim)
     return wrap_as_one_device(local, mesh, placements, tensor.shape)
 
 

@@ -107,10 +107,7 @@ def from_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, made_of: torch.Tensor | None
 ) -> DTensor:
     """As `wrap`, for code above autograd: differentiable. `made_of` is what the part was made of, if that was the same on all ranks."""
-    axes = axes_of(mesh)
-    stride = None
-    if not tells_order(axes, placements, shape) or axes.few_rows:
-        local, stride = _in_one_order(axes, local, placements, shape, [] if made_of is None else [made_of])
+    local, stride = _in_one_order(axes_of(mesh), local, placements, shape, [] if made_of is None else [made_of])
     stride = stride or dense_stride(shape, local.stride())
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
