@@ -171,6 +171,9 @@ struct Mailbox::State {
       throw Error(
           cat("message ", peer.received, " from rank ", from, " is damaged: it says it is message ", header.sequence));
     }
+    const auto match =
+        std::find_if(posted.begin(), posted.end(), [&](const Posted& p) { return fits(p, from, header.tag); });
+    if (match != posted.end()) check_size(*match, from, header.num_bytes);
     peer.incoming = {};
     Incoming& incoming = peer.incoming;
     incoming.active = true;
@@ -178,11 +181,8 @@ struct Mailbox::State {
     incoming.ways = header.ways;
     incoming.tag = header.tag;
     incoming.num_bytes = header.num_bytes;
-    const auto match =
-        std::find_if(posted.begin(), posted.end(), [&](const Posted& p) { return fits(p, from, header.tag); });
     incoming.wanted = match != posted.end();
     if (incoming.wanted) {
-      check_size(*match, from, header.num_bytes);
       incoming.ticket = match->ticket;
       incoming.data = match->data;
       posted.erase(match);
@@ -250,6 +250,7 @@ struct Mailbox::State {
   }
 
   void progress() {
+    if (over) return;
     for (int peer = 0; peer < group.size(); ++peer) {
       if (peer == group.rank()) continue;
       push(peer);
@@ -262,6 +263,7 @@ struct Mailbox::State {
   std::vector<Peer> peers;
   std::vector<Posted> posted;  // in the order posted
   Tickets<Operation> operations;
+  bool over = false;  // an operation has failed: its memory, and that of all others, may be gone at any time
 };
 
 Mailbox::Mailbox(std::shared_ptr<Group> group) : group_(std::move(group)), state_(std::make_unique<State>(*group_)) {}
@@ -275,6 +277,7 @@ auto Mailbox::guarded(const Step& step) {
   try {
     return step();
   } catch (const std::exception& error) {
+    state_->over = true;
     group_->abort(error.what());
     group_->check();
     throw;
@@ -289,8 +292,8 @@ void Mailbox::check_peer(int peer) const {
 
 Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size_t num_bytes) {
   check_peer(peer);
-  group_->check();
   return guarded([&] {
+    group_->check();
     const Ticket ticket = state_->add(peer, tag, num_bytes, true);
     state_->peers[peer].outgoing.push_back(
         {ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false, {}, {}, false});
@@ -300,8 +303,8 @@ Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size
 }
 
 Mailbox::Ticket Mailbox::post(int peer, int32_t tag, void* data, size_t num_bytes) {
-  group_->check();
   return guarded([&] {
+    group_->check();
     const Ticket ticket = state_->add(peer, tag, num_bytes, false);
     state_->posted.push_back({ticket, peer, tag, static_cast<std::byte*>(data), num_bytes});
     for (int from = 0; from < group_->size(); ++from) {
@@ -364,7 +367,13 @@ bool Mailbox::is_done(Ticket ticket) {
 
 int Mailbox::wait(Ticket ticket, Passage* passage) {
   Done done(*this, ticket);
-  group_->wait(Channel::kMailbox, done);
+  try {
+    group_->wait(Channel::kMailbox, done);
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    state_->over = true;
+    throw;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   const Operation operation = state_->operations.at(ticket);
   state_->operations.remove(ticket);

@@ -30,7 +30,8 @@ class Mailbox {
   explicit Mailbox(std::shared_ptr<Group> group);
   ~Mailbox();
 
-  // The memory must stay valid until the operation is done (a send is done when its bytes have left the buffer).
+  // The memory must stay valid until the operation is done (a send is done when its bytes have left the buffer), or one
+  // of any has failed.
   Ticket post_send(int peer, int32_t tag, const void* data, size_t num_bytes);
   Ticket post_recv(int peer, int32_t tag, void* data, size_t num_bytes);
   Ticket post_recv_any(int32_t tag, void* data, size_t num_bytes);

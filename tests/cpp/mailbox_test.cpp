@@ -201,6 +201,33 @@ void sizes_that_differ_are_an_error() {
   });
 }
 
+// Who hears of the error frees its buffers.
+void nothing_moves_after_an_error() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    Mailbox mailbox(make(bootstrap));
+    const Bytes sent = content(1, 100);
+    Bytes untouched(100);
+    std::string error;
+    if (bootstrap.rank() == 0) {
+      const auto first = mailbox.post_send(1, 7, sent.data(), 100);
+      const auto second = mailbox.post_send(1, 8, sent.data(), 100);
+      bootstrap.all_gather("");
+      mailbox.wait(first);
+      mailbox.wait(second);
+      error = error_of([&] { mailbox.recv(1, 9, untouched.data(), 100); });
+    } else {
+      bootstrap.all_gather("");
+      const auto other = mailbox.post_recv(0, 9, untouched.data(), 100);
+      error = error_of([&] { mailbox.recv(0, 7, nullptr, 0); });
+      CHECK_CONTAINS(error_of([&] { mailbox.is_done(other); }), error);
+      CHECK_CONTAINS(error_of([&] { mailbox.post_recv(0, 8, untouched.data(), 100); }), error);
+      CHECK_CONTAINS(error_of([&] { mailbox.wait(other); }), error);
+    }
+    CHECK(untouched == Bytes(100));
+    CHECK_CONTAINS(error, "rank 1 receives 0 bytes with tag 7 from rank 0, which sent 100 bytes");
+  });
+}
+
 void wrong_peers_are_refused_at_once() {
   run_threads(2, [](Bootstrap& bootstrap) {
     Mailbox mailbox(make(bootstrap));
@@ -255,6 +282,7 @@ int main() {
       {"random traffic arrives", random_traffic_arrives},
       {"two threads of a rank may wait", two_threads_of_a_rank_may_wait},
       {"sizes that differ are an error", sizes_that_differ_are_an_error},
+      {"nothing moves after an error", nothing_moves_after_an_error},
       {"wrong peers are refused at once", wrong_peers_are_refused_at_once},
       {"a departure is an error only for who waits", a_departure_is_an_error_only_for_who_waits},
       {"a deadline is an error", a_deadline_is_an_error},
