@@ -34,6 +34,11 @@ LEFT_OUT = {
     "tensor_split": "reads the values of a tensor of indices past the dispatcher",
 }
 
+# ... and of second derivatives.
+LEFT_OUT_TWICE = {
+    "linalg.det": "PyTorch derives it by singular values for subclasses of tensors, which equal values of them do not allow",
+}
+
 
 def database() -> list[Any]:
     """All operators in double precision that are compared."""
@@ -135,7 +140,7 @@ def _step(module: nn.Module, given: list[Tensor], post: Callable[[Any], Any], tw
 def _difference(mine: Tensor | None, reference: Tensor | None) -> str:
     if mine is None or reference is None:
         there = reference if mine is None else mine
-        return "" if there is None or not there.any() else "there on one side only"
+        return "" if there is None or not (there.abs() > 1e-9).any() else "there on one side only"
     mine, reference = _whole(mine.detach()), _whole(reference.detach())
     if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
         return f"{mine.dtype} {tuple(mine.shape)}, not {reference.dtype} {tuple(reference.shape)}"
@@ -198,7 +203,7 @@ def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool 
     """On every rank: at most `most` samples of each operator of the part; of each case what differs, and a digest of the steps taken."""
     layout = make_layout(axes)
     found: dict[str, tuple[str, int]] = {}
-    operators = [op for op in database() if op.supports_gradgrad or not twice]
+    operators = [op for op in database() if not twice or (op.supports_gradgrad and name_of(op) not in LEFT_OUT_TWICE)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in operators[part[0] :: part[1]]:

@@ -12,7 +12,16 @@ import torch.distributed as dist
 from test_backend_matrix import ARITHMETIC, BITWISE, LOGICAL, Op, as_dtype, bits
 from torch import Tensor
 
-DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
 # Around what changes the way of a collective: nothing, one round, chunks, and memory of the ranks' own.
 NUMELS = (0, 1, 3, 64, 1_000, 4_099, 30_000, 120_001, 600_000)
 LAYOUTS = ("dense", "strided", "transposed", "odd address", "segment")

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import torchtp
 from torchtp import backend
 from torchtp.gradients import GradientReducer
 from torchtp.testing import run_ranks
@@ -94,6 +96,18 @@ def test_the_timeout_is_the_callers_or_the_environments_or_five_minutes(monkeypa
     if environment:
         monkeypatch.setenv("TORCHTP_TIMEOUT", environment)
     assert backend.timeout_of(given).total_seconds() == expected
+
+
+def _timeout_of_a_mesh(seconds):
+    dist.init_process_group("torchtp", timeout=datetime.timedelta(seconds=seconds))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "w"))
+    groups = [*mesh.get_all_groups(), torchtp.Layout(mesh, {"w": -1}, "dp").gradient_group, dist.new_group()]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_groups_that_were_given_no_timeout_take_that_of_the_default_group(monkeypatch):
+    monkeypatch.delenv("TORCHTP_TIMEOUT", raising=False)
+    assert run_ranks(_timeout_of_a_mesh, 4, 77, backend=None, fresh=True) == [[77.0] * 4] * 4
 
 
 @pytest.mark.parametrize("text", ["", "5 min", "-1", "0", "nan"])

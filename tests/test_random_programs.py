@@ -12,7 +12,7 @@ from torchtp.testing import run_ranks, timeout_scale
 
 HOSTS = [(2, 1), (2, 2), (1, 1, 1)]
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
-SECONDS = 3.0
+SECONDS = 1.0
 
 
 def assert_noticed(ends):
@@ -39,8 +39,8 @@ def test_random_programs_with_a_fault(size):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("size", [2, 3, 5])
 def test_more_random_programs(size, part):
     run_ranks(run_right, size, range(100 * part, 100 * (part + 1)), backend="torchtp", timeout=300)
 
@@ -55,7 +55,7 @@ def test_more_random_programs_over_hosts(sizes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_more_random_programs_with_a_fault(size, part):
     seeds = range(25 * part, 25 * (part + 1))

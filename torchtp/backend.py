@@ -29,7 +29,7 @@ _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
-    """The timeout of a group: what `init_process_group` or `new_group` was given, else TORCHTP_TIMEOUT, else 5 minutes.
+    """The timeout of a group: what it was given, else TORCHTP_TIMEOUT, else that of the default group, else 5 minutes.
 
     torch.distributed passes 30 minutes to say that none was given. Raises ValueError if the timeout is not positive, or
     TORCHTP_TIMEOUT not a positive number of seconds.
@@ -40,7 +40,7 @@ def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
         return given
     text = os.environ.get("TORCHTP_TIMEOUT")
     if text is None:
-        return _DEFAULT_TIMEOUT
+        return _timeout_of_default_group() or _DEFAULT_TIMEOUT
     try:
         seconds = float(text)
     except ValueError:
@@ -48,6 +48,19 @@ def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
     if not 0 < seconds < 1e9:
         raise ValueError(f"TORCHTP_TIMEOUT must be a positive number of seconds, not {text!r}")
     return datetime.timedelta(seconds=seconds)
+
+
+def _timeout_of_default_group() -> datetime.timedelta | None:
+    """What `init_process_group` was given: a mesh makes groups of its own, to which nobody can give one."""
+    if not dist.is_initialized():
+        return None
+    world = dist.distributed_c10d._get_default_group()
+    for device in world._device_types:
+        backend = world._get_backend(device)
+        if isinstance(backend, _C.TorchtpBackend):
+            timeout: datetime.timedelta = backend.options._timeout
+            return timeout
+    return None
 
 
 def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
