@@ -101,6 +101,26 @@ def test_a_rank_that_dies_before_any_of_its_words_is_named():
     assert last == [[3.0] * 3] * 3  # there is no such word
 
 
+def _dies_before_another_group(rank, port, members):
+    make_group(rank, 4, client(port, len(members)), LATE)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.new_group(members)
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 2]], ids=str)
+def test_a_rank_that_dies_before_another_group_is_made_is_named(members):
+    errors = run_ranks(_deaths_before_another_group, 1, members, backend=None, timeout=120)[0]
+    for member in members:
+        expected = f"rank {members.index(2)} died (its process is gone) while the group was being made"
+        assert member == 2 or expected in errors[member]
+
+
+def _deaths_before_another_group(members):
+    with served_store() as (_, port):
+        return forked(4, _dies_before_another_group, port, members)
+
+
 def only_make(rank, size, store):
     dist.init_process_group("torchtp", store=store, rank=rank, world_size=size, timeout=LATE)
     return "made"

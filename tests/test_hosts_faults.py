@@ -172,6 +172,23 @@ def test_nobody_goes_on_with_a_group_of_hosts_while_a_rank_still_needs_the_store
         assert "rank 3 died" in (tmp_path / str(rank)).read_text()
 
 
+def _death_before_a_group(folder):
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        file.write(_error_of(dist.new_group) or "made")
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 1]], ids=str)
+def test_a_rank_of_another_host_that_dies_before_another_group_is_made_is_named(tmp_path, monkeypatch, sizes):
+    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    hosts = Hosts(sizes)
+    with pytest.raises(Exception, match="rank 3 died"):
+        hosts.run(_death_before_a_group, str(tmp_path))
+    for rank in range(3):
+        assert "rank 3 died (its process is gone) while the group was being made" in (tmp_path / str(rank)).read_text()
+
+
 def _link_down():
     group = _group(2)
     dist.barrier(group)

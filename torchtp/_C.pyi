@@ -77,6 +77,7 @@ class TorchtpBackend(Backend):
         trace: Trace | None = None,
         fork_guard: ForkGuard | None = None,
         open_groups: OpenGroups | None = None,
+        default_group: TorchtpBackend | None = None,
     ) -> None: ...
     @property
     def hosts(self) -> list[list[int]]: ...

@@ -40,7 +40,8 @@ def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
         return given
     text = os.environ.get("TORCHTP_TIMEOUT")
     if text is None:
-        return _timeout_of_default_group() or _DEFAULT_TIMEOUT
+        default_group = _default_group()
+        return _DEFAULT_TIMEOUT if default_group is None else default_group.options._timeout
     try:
         seconds = float(text)
     except ValueError:
@@ -50,17 +51,12 @@ def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)
 
 
-def _timeout_of_default_group() -> datetime.timedelta | None:
-    """What `init_process_group` was given: a mesh makes groups of its own, to which nobody can give one."""
+def _default_group() -> _C.TorchtpBackend | None:
     if not dist.is_initialized():
         return None
     world = dist.distributed_c10d._get_default_group()
-    for device in world._device_types:
-        backend = world._get_backend(device)
-        if isinstance(backend, _C.TorchtpBackend):
-            timeout: datetime.timedelta = backend.options._timeout
-            return timeout
-    return None
+    backends = (world._get_backend(device) for device in world._device_types)
+    return next((backend for backend in backends if isinstance(backend, _C.TorchtpBackend)), None)
 
 
 def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
@@ -104,7 +100,18 @@ def _make(
 
     make_group = functools.partial(_make, backend_options)  # for groups that are split off, or merged with others
     return _C.TorchtpBackend(
-        store, rank, size, timeout, name, global_ranks, inner, make_group, trace.calls, _fork_guard, _open_groups
+        store,
+        rank,
+        size,
+        timeout,
+        name,
+        global_ranks,
+        inner,
+        make_group,
+        trace.calls,
+        _fork_guard,
+        _open_groups,
+        _default_group(),
     )
 
 

@@ -74,8 +74,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     shm::together(bootstrap, kNoHosts, [&] {
       engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group, std::move(connections.streams),
                                              std::move(connections.mail), options.fork_guard);
-      const auto has_lost = [engine, me = bootstrap.rank()](int rank) { return rank != me && engine->has_lost(rank); };
-      bootstrap.watch(has_lost);
+      bootstrap.watch([engine](int rank) { return engine->has_died(rank); });
       return std::string();
     });
   } catch (const std::exception& error) {
@@ -93,7 +92,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
 MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options) {
   std::optional<StoreBootstrap> met;
   try {
-    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout);
+    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout, options.has_died);
     shm::GroupOptions group_options;
     group_options.timeout = options.timeout;
     group_options.name = options.group_name;

@@ -18,6 +18,7 @@ struct EngineOptions {
   std::string group_name;                         // in error messages
   std::shared_ptr<shm::Whereabouts> whereabouts;  // of this process
   std::shared_ptr<ForkGuard> fork_guard;          // of this process
+  std::function<bool(int rank)> has_died;         // as groups made before know; may be empty
 };
 
 struct MadeEngine {

@@ -106,6 +106,11 @@ c10::intrusive_ptr<MessageWork> PointToPoint::recv_any(const at::Tensor& tensor,
                                                  }));
 }
 
+void PointToPoint::stop() {
+  mailbox_->close();  // before anybody hears of it and frees what would be written to
+  watch_.stop();
+}
+
 void PointToPoint::check_peer(int peer, const char* what) const {
   TORCH_CHECK(peer >= 0 && peer < group_->size() && peer != group_->rank(), "torchtp ", what,
               ": the peer must be another rank of the group (0 to ", group_->size() - 1, "), got ", peer, " on rank ",

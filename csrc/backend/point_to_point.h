@@ -13,6 +13,7 @@ namespace torchtp::backend {
 class PointToPoint {
  public:
   explicit PointToPoint(std::shared_ptr<shm::Group> group);
+  ~PointToPoint() { stop(); }
   PointToPoint(const PointToPoint&) = delete;
   PointToPoint& operator=(const PointToPoint&) = delete;
 
@@ -20,7 +21,7 @@ class PointToPoint {
   c10::intrusive_ptr<MessageWork> recv(const at::Tensor& tensor, int peer, int tag);
   c10::intrusive_ptr<MessageWork> recv_any(const at::Tensor& tensor, int tag);
   // Unfinished messages fail. Must not be called with Python's lock held.
-  void stop() { watch_.stop(); }
+  void stop();
 
  private:
   void check_peer(int peer, const char* what) const;

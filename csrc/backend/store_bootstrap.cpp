@@ -33,8 +33,10 @@ std::string generation(PatientStore& store, int rank, int size) {
 }  // namespace
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                               std::chrono::milliseconds timeout)
-    : StoreBootstrap(std::make_shared<PatientStore>(std::move(store), timeout), rank, size, timeout) {}
+                               std::chrono::milliseconds timeout, std::function<bool(int)> knew_dead)
+    : StoreBootstrap(std::make_shared<PatientStore>(std::move(store), timeout), rank, size, timeout) {
+  knew_dead_ = std::move(knew_dead);
+}
 
 StoreBootstrap::StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size,
                                std::chrono::milliseconds timeout)
@@ -54,7 +56,8 @@ StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
   StoreBootstrap some(store_, static_cast<int>(place), static_cast<int>(members.size()), timeout_,
                       prefix_ + "/from" + std::to_string(members[0]), members);
   some.interruption_ = interruption_;
-  if (has_died_) some.watch([all = has_died_, members](int member) { return all(members[member]); });
+  if (watched_) some.watch([all = watched_, members](int member) { return all(members[member]); });
+  if (knew_dead_) some.knew_dead_ = [all = knew_dead_, members](int member) { return all(members[member]); };
   return some;
 }
 
@@ -101,8 +104,12 @@ void StoreBootstrap::look_around(int awaited) {
 }
 
 void StoreBootstrap::look_at(int rank, int awaited) {
-  if (!has_died_ || !has_died_(rank) || store_->has(key(awaited))) return;
+  if (!has_died(rank) || store_->has(key(awaited))) return;
   give_up_for(rank);
+}
+
+bool StoreBootstrap::has_died(int rank) const {
+  return (watched_ && watched_(rank)) || (knew_dead_ && knew_dead_(rank));
 }
 
 void StoreBootstrap::give_up_for(int rank) {
@@ -112,7 +119,7 @@ void StoreBootstrap::give_up_for(int rank) {
 
 void StoreBootstrap::look() {
   for (int rank = 0; rank < size_; ++rank) {
-    if (has_died_ && has_died_(rank)) give_up_for(rank);
+    if (has_died(rank)) give_up_for(rank);
   }
   read_why_others_gave_up();
   handle_signals();
@@ -138,9 +145,9 @@ void StoreBootstrap::read_why_others_gave_up() {
 std::string StoreBootstrap::ended() const {
   std::string text;
   const Deadline end_of_looking(kBetweenLooks);
-  while (has_died_ && text.empty() && !end_of_looking.passed()) {
+  while ((watched_ || knew_dead_) && text.empty() && !end_of_looking.passed()) {
     for (int rank = 0; rank < size_; ++rank) {
-      if (has_died_(rank)) text += cat("; rank ", names_[rank], " has ended");
+      if (has_died(rank)) text += cat("; rank ", names_[rank], " has ended");
     }
     std::this_thread::sleep_for(kFirstPause);
   }

@@ -19,12 +19,14 @@ namespace torchtp::backend {
 // why: the others throw that.
 class StoreBootstrap : public shm::Bootstrap {
  public:
-  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
+  // `knew_dead`: of whom it is known beforehand that its process has ended; may be empty.
+  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
+                 std::function<bool(int rank)> knew_dead = {});
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::vector<std::string> all_gather(const std::string& mine) override;
-  void watch(std::function<bool(int)> has_died) override { has_died_ = std::move(has_died); }
+  void watch(std::function<bool(int)> has_died) override { watched_ = std::move(has_died); }
 
   // For a rank that waits for something else while the group is made: throws what has put an end to that.
   void look();
@@ -41,6 +43,7 @@ class StoreBootstrap : public shm::Bootstrap {
   StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size, std::chrono::milliseconds timeout);
   StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, int size, std::chrono::milliseconds timeout,
                  std::string prefix, std::vector<int> names);
+  bool has_died(int rank) const;
   void wait_for(int rank);
   void look_at(int rank, int awaited);
   void look_around(int awaited);
@@ -59,7 +62,8 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::string prefix_;
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
-  std::function<bool(int)> has_died_;
+  std::function<bool(int)> watched_;
+  std::function<bool(int)> knew_dead_;
   std::shared_ptr<std::exception_ptr> interruption_ = std::make_shared<std::exception_ptr>();
 };
 

@@ -38,6 +38,13 @@ void check_caller(const Engine& engine) {
   refuse_in_signal_handler("the process group");
 }
 
+// Of the ranks of a group whose global ranks are known.
+std::function<bool(int)> who_has_died(const std::shared_ptr<Lifetime>& default_group,
+                                      const std::vector<uint64_t>& global_ranks) {
+  if (!default_group || global_ranks.empty()) return {};
+  return [=](int rank) { return default_group->has_died(static_cast<int>(global_ranks.at(rank))); };
+}
+
 // `posting_ns`: what the call itself took.
 void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const MessageEnd& end, int64_t posting_ns) {
   Meeting meeting;
@@ -57,19 +64,19 @@ void end_message(Recorder& recorder, const Trace* trace, uint64_t number, const 
 
 TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                c10::intrusive_ptr<Options> options, DeviceGroup::Make make_device_group,
-                               MakeGroup make_group, std::shared_ptr<Trace> trace,
-                               std::shared_ptr<ForkGuard> fork_guard)
+                               MakeGroup make_group, OfProcess of_process)
     : Backend(rank, size),
       options_(std::move(options)),
       make_group_(std::move(make_group)),
       made_(make_engine(
           store, rank, size,
-          {options_->timeout, options_->group_name, trace ? trace->whereabouts() : nullptr, std::move(fork_guard)})),
+          {options_->timeout, options_->group_name, of_process.trace ? of_process.trace->whereabouts() : nullptr,
+           std::move(of_process.fork_guard), who_has_died(of_process.default_group, options_->global_ranks_in_group)})),
       engine_(made_.engine),
       device_(std::make_shared<DeviceGroup>(std::move(make_device_group), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(
           Recorder::Identity{options_->group_name, rank, size, options_->global_ranks_in_group})),
-      trace_(std::move(trace)),
+      trace_(std::move(of_process.trace)),
       lifetime_(std::make_shared<Lifetime>(engine_, device_)) {
   if (trace_) trace_->add(recorder_);
 }

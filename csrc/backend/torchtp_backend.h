@@ -39,12 +39,17 @@ class TorchtpBackend : public c10d::Backend {
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
       const std::string& name, const std::vector<uint64_t>& global_ranks)>;
 
-  // Collective over the store; call it without Python's lock. `make_device_group` is asked for the inner
-  // backend of a device's tensors, `trace` gets to know this group's calls, `fork_guard` its connections to other
-  // hosts.
+  // What the groups of a process share; each may be null.
+  struct OfProcess {
+    std::shared_ptr<Trace> trace;             // gets to know each group's calls
+    std::shared_ptr<ForkGuard> fork_guard;    // ... and connections to other hosts
+    std::shared_ptr<Lifetime> default_group;  // knows who has died before a group of some of its ranks is made
+  };
+
+  // Collective over the store; call it without Python's lock. `make_device_group` is asked for the inner backend of a
+  // device's tensors.
   TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options,
-                 DeviceGroup::Make make_device_group, MakeGroup make_group, std::shared_ptr<Trace> trace,
-                 std::shared_ptr<ForkGuard> fork_guard);
+                 DeviceGroup::Make make_device_group, MakeGroup make_group, OfProcess of_process);
   ~TorchtpBackend() override;
 
   // What spatial ops move slabs with: one for the group, made when first asked for.

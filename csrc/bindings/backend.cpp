@@ -30,19 +30,22 @@ void bind_backend(pybind11::module_& m) {
                        std::chrono::milliseconds timeout, const std::string& group_name,
                        const std::vector<uint64_t>& global_ranks, backend::DeviceGroup::Make make_device_group,
                        TorchtpBackend::MakeGroup make_group, std::shared_ptr<backend::Trace> trace,
-                       std::shared_ptr<ForkGuard> fork_guard, const std::shared_ptr<backend::OpenGroups>& open_groups) {
+                       std::shared_ptr<ForkGuard> fork_guard, const std::shared_ptr<backend::OpenGroups>& open_groups,
+                       const c10::intrusive_ptr<TorchtpBackend>& default_group) {
              auto options = c10::make_intrusive<TorchtpBackend::Options>(timeout);
              options->group_name = group_name;
              options->global_ranks_in_group = global_ranks;
-             auto made =
-                 c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
-                                                     std::move(make_group), std::move(trace), std::move(fork_guard));
+             TorchtpBackend::OfProcess of_process{std::move(trace), std::move(fork_guard),
+                                                  default_group ? default_group->lifetime() : nullptr};
+             auto made = c10::make_intrusive<TorchtpBackend>(store, rank, size, options, std::move(make_device_group),
+                                                             std::move(make_group), std::move(of_process));
              if (open_groups) open_groups->add(made->lifetime());
              return made;
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("group_name"),
            py::arg("global_ranks"), py::arg("make_device_group"), py::arg("make_group"), py::arg("trace") = nullptr,
-           py::arg("fork_guard") = nullptr, py::arg("open_groups") = nullptr, py::call_guard<py::gil_scoped_release>())
+           py::arg("fork_guard") = nullptr, py::arg("open_groups") = nullptr, py::arg("default_group") = nullptr,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("hosts", &TorchtpBackend::hosts)
       .def_property_readonly("options", &TorchtpBackend::getBackendOptions)
       .def(

@@ -233,6 +233,11 @@ void Group::check() const {
   throw Error(cat("torchtp group '", name(), "': ", printable(protocol_->cause())));
 }
 
+bool Group::has_died(int rank) const {
+  const Gone gone = protocol_->gone([&](int peer) { return peer == rank && liveness_->is_dead(peer); });
+  return (gone.dead >> rank & 1) != 0;
+}
+
 void Group::fail(const std::string& why) {
   abort(why);
   check();

@@ -160,8 +160,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // Frees all waiters on all ranks; the first cause wins. Never blocks, never throws.
   void abort(const std::string& why) noexcept;
   bool aborted() const noexcept;
-  void check() const;     // throws the cause when aborted
-  void leave() noexcept;  // orderly end: a peer that waits for this rank from now on gets an Error at once
+  void check() const;             // throws the cause when aborted
+  bool has_died(int rank) const;  // its process has ended, and it had not left
+  void leave() noexcept;          // orderly end: a peer that waits for this rank from now on gets an Error at once
   void set_timeout(std::chrono::milliseconds timeout);
   // What the rounds from now on belong to, for messages of this rank; by the thread that calls round().
   void set_label(std::string label) { label_ = std::move(label); }

@@ -249,8 +249,13 @@ struct Mailbox::State {
     }
   }
 
+  void check() const {
+    group.check();
+    if (closed) throw Error(cat("rank ", group.rank(), " shut the group down before the message arrived"));
+  }
+
   void progress() {
-    if (over) return;
+    if (closed || broken) return;
     for (int peer = 0; peer < group.size(); ++peer) {
       if (peer == group.rank()) continue;
       push(peer);
@@ -263,7 +268,8 @@ struct Mailbox::State {
   std::vector<Peer> peers;
   std::vector<Posted> posted;  // in the order posted
   Tickets<Operation> operations;
-  bool over = false;  // an operation has failed: its memory, and that of all others, may be gone at any time
+  bool closed = false;
+  bool broken = false;  // an operation has failed: its memory, and that of all others, may be gone at any time
 };
 
 Mailbox::Mailbox(std::shared_ptr<Group> group) : group_(std::move(group)), state_(std::make_unique<State>(*group_)) {}
@@ -277,8 +283,8 @@ auto Mailbox::guarded(const Step& step) {
   try {
     return step();
   } catch (const std::exception& error) {
-    state_->over = true;
-    group_->abort(error.what());
+    state_->broken = true;
+    if (!state_->closed) group_->abort(error.what());
     group_->check();
     throw;
   }
@@ -293,7 +299,7 @@ void Mailbox::check_peer(int peer) const {
 Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size_t num_bytes) {
   check_peer(peer);
   return guarded([&] {
-    group_->check();
+    state_->check();
     const Ticket ticket = state_->add(peer, tag, num_bytes, true);
     state_->peers[peer].outgoing.push_back(
         {ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false, {}, {}, false});
@@ -304,7 +310,7 @@ Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size
 
 Mailbox::Ticket Mailbox::post(int peer, int32_t tag, void* data, size_t num_bytes) {
   return guarded([&] {
-    group_->check();
+    state_->check();
     const Ticket ticket = state_->add(peer, tag, num_bytes, false);
     state_->posted.push_back({ticket, peer, tag, static_cast<std::byte*>(data), num_bytes});
     for (int from = 0; from < group_->size(); ++from) {
@@ -360,9 +366,14 @@ bool Mailbox::is_done(Ticket ticket) {
     const Operation* const operation = state_->operations.find(ticket);
     if (operation == nullptr) throw Error(cat("nothing was posted under ticket ", ticket));
     if (!operation->done) state_->progress();
-    if (!operation->done) group_->check();
+    if (!operation->done) state_->check();
     return operation->done;
   });
+}
+
+void Mailbox::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  state_->closed = true;
 }
 
 int Mailbox::wait(Ticket ticket, Passage* passage) {
@@ -371,7 +382,7 @@ int Mailbox::wait(Ticket ticket, Passage* passage) {
     group_->wait(Channel::kMailbox, done);
   } catch (...) {
     std::lock_guard<std::mutex> lock(mutex_);
-    state_->over = true;
+    state_->broken = true;
     throw;
   }
   std::lock_guard<std::mutex> lock(mutex_);

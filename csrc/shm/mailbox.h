@@ -31,7 +31,7 @@ class Mailbox {
   ~Mailbox();
 
   // The memory must stay valid until the operation is done (a send is done when its bytes have left the buffer), or one
-  // of any has failed.
+  // of any has failed, or close().
   Ticket post_send(int peer, int32_t tag, const void* data, size_t num_bytes);
   Ticket post_recv(int peer, int32_t tag, void* data, size_t num_bytes);
   Ticket post_recv_any(int32_t tag, void* data, size_t num_bytes);
@@ -39,6 +39,9 @@ class Mailbox {
   // Returns the peer; each ticket is waited for once; throws what the group throws.
   int wait(Ticket ticket, Passage* passage = nullptr);
   bool is_done(Ticket ticket);  // makes progress too; the ticket still has to be waited for
+
+  // Nothing is moved from now on: what is not done is an Error to who waits for it, on this rank.
+  void close();
 
   void send(int peer, int32_t tag, const void* data, size_t num_bytes) { wait(post_send(peer, tag, data, num_bytes)); }
   void recv(int peer, int32_t tag, void* data, size_t num_bytes) { wait(post_recv(peer, tag, data, num_bytes)); }

@@ -228,6 +228,35 @@ void nothing_moves_after_an_error() {
   });
 }
 
+void nothing_moves_after_the_end() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    const auto group = make(bootstrap);
+    Mailbox mailbox(group);
+    char byte = 0;
+    if (bootstrap.rank() == 0) {
+      const auto pending = mailbox.post_recv(1, 1, &byte, 1);
+      std::string error;
+      std::thread waiting([&] { error = error_of([&] { mailbox.recv(1, 2, &byte, 1); }); });
+      mailbox.close();
+      waiting.join();
+      bootstrap.all_gather("");
+      bootstrap.all_gather("");
+      CHECK_CONTAINS(error, "rank 0 shut the group down before the message arrived");
+      CHECK_CONTAINS(error_of([&] { mailbox.is_done(pending); }), "shut the group down");
+      CHECK_CONTAINS(error_of([&] { mailbox.post_send(1, 1, &byte, 1); }), "shut the group down");
+      CHECK_EQUAL(byte, 0);
+    } else {
+      bootstrap.all_gather("");
+      const char one = 1;
+      mailbox.send(0, 1, &one, 1);
+      mailbox.send(0, 2, &one, 1);
+      bootstrap.all_gather("");
+    }
+    CHECK(!group->aborted());
+    bootstrap.all_gather("");
+  });
+}
+
 void wrong_peers_are_refused_at_once() {
   run_threads(2, [](Bootstrap& bootstrap) {
     Mailbox mailbox(make(bootstrap));
@@ -283,6 +312,7 @@ int main() {
       {"two threads of a rank may wait", two_threads_of_a_rank_may_wait},
       {"sizes that differ are an error", sizes_that_differ_are_an_error},
       {"nothing moves after an error", nothing_moves_after_an_error},
+      {"nothing moves after the end", nothing_moves_after_the_end},
       {"wrong peers are refused at once", wrong_peers_are_refused_at_once},
       {"a departure is an error only for who waits", a_departure_is_an_error_only_for_who_waits},
       {"a deadline is an error", a_deadline_is_an_error},
