@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from expecttest_stub import do_without_expecttest
@@ -194,9 +196,15 @@ def _ways(op: Any, twice: bool) -> Iterator[tuple[str, Callable[..., Any], bool,
 
 
 def _samples(op: Any, most: int) -> list[Any]:
-    torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=op.supports_autograd))
-    return [samples[number * len(samples) // most] for number in range(most)] if len(samples) > most else samples
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(0)
+    # past op.sample_inputs, which looks up its caller's source, and seeds all devices anew for each sample
+    samples = list(op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd))
+    return (
+        [samples[(2 * number + 1) * len(samples) // (2 * most)] for number in range(most)]
+        if len(samples) > most
+        else samples
+    )
 
 
 def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False) -> dict[str, tuple[str, int]]:
