@@ -101,24 +101,27 @@ def test_a_rank_that_dies_before_any_of_its_words_is_named():
     assert last == [[3.0] * 3] * 3  # there is no such word
 
 
-def _dies_before_another_group(rank, port, members):
+def _goes_before_another_group(rank, port, members, way):
     make_group(rank, 4, client(port, len(members)), LATE)
-    if rank == 2:
+    if rank != 2:
+        dist.new_group(members)
+    elif way == "died":
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.new_group(members)
+    else:
+        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 2]], ids=str)
-def test_a_rank_that_dies_before_another_group_is_made_is_named(members):
-    errors = run_ranks(_deaths_before_another_group, 1, members, backend=None, timeout=120)[0]
-    for member in members:
-        expected = f"rank {members.index(2)} died (its process is gone) while the group was being made"
-        assert member == 2 or expected in errors[member]
-
-
-def _deaths_before_another_group(members):
+def _ends_before_another_group(members, way):
     with served_store() as (_, port):
-        return forked(4, _dies_before_another_group, port, members)
+        return forked(4, _goes_before_another_group, port, members, way)
+
+
+@pytest.mark.parametrize("way", ["died", "left"])
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [1, 2]], ids=str)
+def test_a_rank_that_goes_before_another_group_is_made_is_named(members, way):
+    (errors,) = run_ranks(_ends_before_another_group, 1, members, way, backend=None, timeout=120)
+    for member in members:
+        assert member == 2 or f"rank {members.index(2)} {way}" in errors[member], errors[member]
 
 
 def only_make(rank, size, store):

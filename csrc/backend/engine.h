@@ -76,7 +76,7 @@ class Engine {
 
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   virtual bool aborted() const noexcept = 0;
-  virtual bool has_died(int rank) const = 0;                // as far as can be known from here
+  virtual shm::Presence presence(int rank) const = 0;       // as far as can be known from here
   virtual void check() const = 0;                           // throws the first cause of an abort
   virtual void abort(const std::string& why) noexcept = 0;  // never blocks; the first cause wins
   // For waits that the floors below do not see: see shm::GroupOptions. `where`: "allreduce #7".

@@ -97,6 +97,11 @@ void HostsEngine::handle_signals(const std::function<std::string()>& where) {
   }
 }
 
+shm::Presence HostsEngine::presence(int rank) const {
+  const bool has_died = rank != rank_ && links_->has_lost(rank);
+  return has_died ? shm::Presence::kDied : shm::Presence::kThere;
+}
+
 void HostsEngine::stop() {
   watch_->stop();
   links_->part();

@@ -63,7 +63,7 @@ class HostsEngine : public Engine {
   void handle_signals(const std::function<std::string()>& where) override;
   void stop() override;
   // Whether a rank's connections have ended without a word; `rank` is another.
-  bool has_died(int rank) const override { return rank != rank_ && links_->has_lost(rank); }
+  shm::Presence presence(int rank) const override;
 
  private:
   struct Transfer {

@@ -24,7 +24,7 @@ class Lifetime {
   void check() const;  // DistBackendError once it is over
 
   // What the group knows, as long as it is not over.
-  bool has_died(int rank) const { return !over_ && engine_->has_died(rank); }
+  shm::Presence presence(int rank) const { return over_ ? shm::Presence::kThere : engine_->presence(rank); }
 
   // See Runner. `sequence` is the call's; a wait for those before it answers signals, which may end the group.
   void submit(std::function<void()> task);

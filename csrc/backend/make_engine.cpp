@@ -74,7 +74,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
     shm::together(bootstrap, kNoHosts, [&] {
       engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group, std::move(connections.streams),
                                              std::move(connections.mail), options.fork_guard);
-      bootstrap.watch([engine](int rank) { return engine->has_died(rank); });
+      bootstrap.watch([engine](int rank) { return engine->presence(rank) == shm::Presence::kDied; });
       return std::string();
     });
   } catch (const std::exception& error) {
@@ -92,7 +92,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
 MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options) {
   std::optional<StoreBootstrap> met;
   try {
-    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout, options.has_died);
+    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout, options.presence);
     shm::GroupOptions group_options;
     group_options.timeout = options.timeout;
     group_options.name = options.group_name;

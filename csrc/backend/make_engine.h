@@ -15,10 +15,10 @@ namespace torchtp::backend {
 
 struct EngineOptions {
   std::chrono::milliseconds timeout;
-  std::string group_name;                         // in error messages
-  std::shared_ptr<shm::Whereabouts> whereabouts;  // of this process
-  std::shared_ptr<ForkGuard> fork_guard;          // of this process
-  std::function<bool(int rank)> has_died;         // as groups made before know; may be empty
+  std::string group_name;                           // in error messages
+  std::shared_ptr<shm::Whereabouts> whereabouts;    // of this process
+  std::shared_ptr<ForkGuard> fork_guard;            // of this process
+  std::function<shm::Presence(int rank)> presence;  // as a group made before knows; may be empty
 };
 
 struct MadeEngine {

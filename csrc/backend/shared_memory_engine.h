@@ -49,7 +49,7 @@ class SharedMemoryEngine : public Engine {
   bool aborted() const noexcept override;
   void check() const override;
   void abort(const std::string& why) noexcept override;
-  bool has_died(int rank) const override { return group_->has_died(rank); }
+  shm::Presence presence(int rank) const override { return group_->presence(rank); }
   void stop() override;
 
  private:

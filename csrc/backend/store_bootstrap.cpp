@@ -33,9 +33,9 @@ std::string generation(PatientStore& store, int rank, int size) {
 }  // namespace
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                               std::chrono::milliseconds timeout, std::function<bool(int)> knew_dead)
+                               std::chrono::milliseconds timeout, std::function<shm::Presence(int)> presence)
     : StoreBootstrap(std::make_shared<PatientStore>(std::move(store), timeout), rank, size, timeout) {
-  knew_dead_ = std::move(knew_dead);
+  before_ = std::move(presence);
 }
 
 StoreBootstrap::StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size,
@@ -57,7 +57,7 @@ StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
                       prefix_ + "/from" + std::to_string(members[0]), members);
   some.interruption_ = interruption_;
   if (watched_) some.watch([all = watched_, members](int member) { return all(members[member]); });
-  if (knew_dead_) some.knew_dead_ = [all = knew_dead_, members](int member) { return all(members[member]); };
+  if (before_) some.before_ = [all = before_, members](int member) { return all(members[member]); };
   return some;
 }
 
@@ -104,22 +104,26 @@ void StoreBootstrap::look_around(int awaited) {
 }
 
 void StoreBootstrap::look_at(int rank, int awaited) {
-  if (!has_died(rank) || store_->has(key(awaited))) return;
+  if (presence(rank) == shm::Presence::kThere || store_->has(key(awaited))) return;
   give_up_for(rank);
 }
 
-bool StoreBootstrap::has_died(int rank) const {
-  return (watched_ && watched_(rank)) || (knew_dead_ && knew_dead_(rank));
+shm::Presence StoreBootstrap::presence(int rank) const {
+  if (watched_ && watched_(rank)) return shm::Presence::kDied;
+  return before_ ? before_(rank) : shm::Presence::kThere;
 }
 
 void StoreBootstrap::give_up_for(int rank) {
   read_why_others_gave_up();
+  if (presence(rank) == shm::Presence::kLeft) {
+    give_up(cat("rank ", names_[rank], " left the default group while another one was being made with it"));
+  }
   give_up(cat("rank ", names_[rank], " died (its process is gone) while the group was being made"));
 }
 
 void StoreBootstrap::look() {
   for (int rank = 0; rank < size_; ++rank) {
-    if (has_died(rank)) give_up_for(rank);
+    if (presence(rank) != shm::Presence::kThere) give_up_for(rank);
   }
   read_why_others_gave_up();
   handle_signals();
@@ -145,9 +149,9 @@ void StoreBootstrap::read_why_others_gave_up() {
 std::string StoreBootstrap::ended() const {
   std::string text;
   const Deadline end_of_looking(kBetweenLooks);
-  while ((watched_ || knew_dead_) && text.empty() && !end_of_looking.passed()) {
+  while ((watched_ || before_) && text.empty() && !end_of_looking.passed()) {
     for (int rank = 0; rank < size_; ++rank) {
-      if (has_died(rank)) text += cat("; rank ", names_[rank], " has ended");
+      if (presence(rank) != shm::Presence::kThere) text += cat("; rank ", names_[rank], " has ended");
     }
     std::this_thread::sleep_for(kFirstPause);
   }

@@ -11,6 +11,7 @@
 
 #include "backend/patient_store.h"
 #include "shm/bootstrap.h"
+#include "shm/group.h"
 
 namespace torchtp::backend {
 
@@ -19,9 +20,9 @@ namespace torchtp::backend {
 // why: the others throw that.
 class StoreBootstrap : public shm::Bootstrap {
  public:
-  // `knew_dead`: of whom it is known beforehand that its process has ended; may be empty.
+  // `presence`: what a group made before knows of the ranks; may be empty.
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
-                 std::function<bool(int rank)> knew_dead = {});
+                 std::function<shm::Presence(int rank)> presence = {});
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -43,7 +44,7 @@ class StoreBootstrap : public shm::Bootstrap {
   StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size, std::chrono::milliseconds timeout);
   StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, int size, std::chrono::milliseconds timeout,
                  std::string prefix, std::vector<int> names);
-  bool has_died(int rank) const;
+  shm::Presence presence(int rank) const;
   void wait_for(int rank);
   void look_at(int rank, int awaited);
   void look_around(int awaited);
@@ -63,7 +64,7 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
   std::function<bool(int)> watched_;
-  std::function<bool(int)> knew_dead_;
+  std::function<shm::Presence(int)> before_;
   std::shared_ptr<std::exception_ptr> interruption_ = std::make_shared<std::exception_ptr>();
 };
 

@@ -39,10 +39,10 @@ void check_caller(const Engine& engine) {
 }
 
 // Of the ranks of a group whose global ranks are known.
-std::function<bool(int)> who_has_died(const std::shared_ptr<Lifetime>& default_group,
-                                      const std::vector<uint64_t>& global_ranks) {
+std::function<shm::Presence(int)> presence_of(const std::shared_ptr<Lifetime>& default_group,
+                                              const std::vector<uint64_t>& global_ranks) {
   if (!default_group || global_ranks.empty()) return {};
-  return [=](int rank) { return default_group->has_died(static_cast<int>(global_ranks.at(rank))); };
+  return [=](int rank) { return default_group->presence(static_cast<int>(global_ranks.at(rank))); };
 }
 
 // `posting_ns`: what the call itself took.
@@ -71,7 +71,7 @@ TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int
       made_(make_engine(
           store, rank, size,
           {options_->timeout, options_->group_name, of_process.trace ? of_process.trace->whereabouts() : nullptr,
-           std::move(of_process.fork_guard), who_has_died(of_process.default_group, options_->global_ranks_in_group)})),
+           std::move(of_process.fork_guard), presence_of(of_process.default_group, options_->global_ranks_in_group)})),
       engine_(made_.engine),
       device_(std::make_shared<DeviceGroup>(std::move(make_device_group), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(

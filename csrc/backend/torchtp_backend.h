@@ -43,7 +43,7 @@ class TorchtpBackend : public c10d::Backend {
   struct OfProcess {
     std::shared_ptr<Trace> trace;             // gets to know each group's calls
     std::shared_ptr<ForkGuard> fork_guard;    // ... and connections to other hosts
-    std::shared_ptr<Lifetime> default_group;  // knows who has died before a group of some of its ranks is made
+    std::shared_ptr<Lifetime> default_group;  // knows who will not come to a group of some of its ranks
   };
 
   // Collective over the store; call it without Python's lock. `make_device_group` is asked for the inner backend of a

@@ -233,9 +233,10 @@ void Group::check() const {
   throw Error(cat("torchtp group '", name(), "': ", printable(protocol_->cause())));
 }
 
-bool Group::has_died(int rank) const {
+Presence Group::presence(int rank) const {
   const Gone gone = protocol_->gone([&](int peer) { return peer == rank && liveness_->is_dead(peer); });
-  return (gone.dead >> rank & 1) != 0;
+  if ((gone.left >> rank & 1) != 0) return Presence::kLeft;
+  return (gone.dead >> rank & 1) != 0 ? Presence::kDied : Presence::kThere;
 }
 
 void Group::fail(const std::string& why) {

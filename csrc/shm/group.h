@@ -94,6 +94,8 @@ class Liveness;
 class RingReader;
 class RingWriter;
 
+enum class Presence { kThere, kLeft, kDied };  // kDied: the process has ended, and had not left
+
 // Ranks of one host that share memory. One thread at a time per channel: round() is one conversation, the exchange and
 // the mailbox are two more; allocate, free, owns, abort may be called by any thread at any time.
 //
@@ -160,9 +162,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // Frees all waiters on all ranks; the first cause wins. Never blocks, never throws.
   void abort(const std::string& why) noexcept;
   bool aborted() const noexcept;
-  void check() const;             // throws the cause when aborted
-  bool has_died(int rank) const;  // its process has ended, and it had not left
-  void leave() noexcept;          // orderly end: a peer that waits for this rank from now on gets an Error at once
+  void check() const;  // throws the cause when aborted
+  Presence presence(int rank) const;
+  void leave() noexcept;  // orderly end: a peer that waits for this rank from now on gets an Error at once
   void set_timeout(std::chrono::milliseconds timeout);
   // What the rounds from now on belong to, for messages of this rank; by the thread that calls round().
   void set_label(std::string label) { label_ = std::move(label); }
