@@ -200,11 +200,9 @@ def _samples(op: Any, most: int) -> list[Any]:
         seed(0)
     # past op.sample_inputs, which looks up its caller's source, and seeds all devices anew for each sample
     samples = list(op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd))
-    return (
-        [samples[(2 * number + 1) * len(samples) // (2 * most)] for number in range(most)]
-        if len(samples) > most
-        else samples
-    )
+    if len(samples) <= most:
+        return samples
+    return [samples[(2 * number + 1) * len(samples) // (2 * most)] for number in range(most)]
 
 
 def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False) -> dict[str, tuple[str, int]]:

@@ -175,9 +175,8 @@ def random_network(seed: int) -> tuple[nn.Sequential, Tensor]:
         except (RuntimeError, ValueError):  # sizes that do not fit
             continue
         fits = 0 < made.numel() <= _MOST_ELEMENTS and made.size(1) <= _MOST_CHANNELS
-        if (
-            fits and made.isfinite().all() and made.abs().max() > 1e-6
-        ):  # maxima of what is nothing but rounding may be any
+        # of what is nothing but rounding any element may be the maximum
+        if fits and made.isfinite().all() and made.abs().max() > 1e-6:
             layers.append(layer)
             x = made
     network: Any = nn.Sequential(*layers)

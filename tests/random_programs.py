@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_backend_matrix import ARITHMETIC, BITWISE, LOGICAL, Op, as_dtype, bits
+from test_backend_matrix import Op, as_dtype, bits, combined, ops_of
 from torch import Tensor
 
 DTYPES = (
@@ -33,27 +33,6 @@ Checks = list[tuple[Tensor, Tensor]]
 def value(number: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """What `rank` brings to call `number`: 0 to 3, so that products of five are exact in all dtypes."""
     return as_dtype((5 * torch.arange(numel) + 3 * rank + 7 * number + numel) % 4, dtype)
-
-
-def reduced(op: Any, values: list[Tensor]) -> Tensor:
-    dtype = values[0].dtype
-    if dtype == torch.bool:
-        of = (LOGICAL | BITWISE)[op]
-    else:
-        of = (ARITHMETIC | BITWISE | {Op.AVG: torch.add})[op]
-        values = [value.to(torch.int64) for value in values]
-    total = values[0]
-    for another in values[1:]:
-        total = of(total, another)
-    if op == Op.AVG and dtype.is_floating_point:
-        return (total.to(torch.float64 if dtype == torch.float64 else torch.float32) / len(values)).to(dtype)
-    return (total // len(values) if op == Op.AVG else total).to(dtype)
-
-
-def ops_of(dtype: torch.dtype) -> tuple[Any, ...]:
-    if dtype == torch.bool:
-        return (*ARITHMETIC, *BITWISE)
-    return (*ARITHMETIC, Op.AVG) if dtype.is_floating_point else (*ARITHMETIC, Op.AVG, *BITWISE)
 
 
 class Call:
@@ -95,13 +74,13 @@ class Call:
 
 def _all_reduce(call: Call) -> tuple[list[Any], Checks]:
     tensor = call.laid(call.value(call.rank))
-    expected = reduced(call.op, [call.value(rank) for rank in range(call.size)])
+    expected = combined(call.op, [call.value(rank) for rank in range(call.size)])
     return [dist.all_reduce(tensor, call.op, group=call.group, async_op=True)], [(tensor, expected)]
 
 
 def _reduce(call: Call) -> tuple[list[Any], Checks]:
     tensor = call.laid(call.value(call.rank))
-    expected = reduced(call.op, [call.value(rank) for rank in range(call.size)])
+    expected = combined(call.op, [call.value(rank) for rank in range(call.size)])
     work = dist.reduce(tensor, op=call.op, group=call.group, group_dst=call.root, async_op=True)
     return [work], [(tensor, expected if call.rank == call.root else call.value(call.rank))]
 
@@ -141,14 +120,14 @@ def _scatter(call: Call) -> tuple[list[Any], Checks]:
 def _reduce_scatter(call: Call) -> tuple[list[Any], Checks]:
     inputs = [call.laid(call.value(call.rank + place)) for place in range(call.size)]
     output = call.holes(call.numel)
-    expected = reduced(call.op, [call.value(rank + call.rank) for rank in range(call.size)])
+    expected = combined(call.op, [call.value(rank + call.rank) for rank in range(call.size)])
     return [dist.reduce_scatter(output, inputs, call.op, group=call.group, async_op=True)], [(output, expected)]
 
 
 def _reduce_scatter_tensor(call: Call) -> tuple[list[Any], Checks]:
     tensor = torch.cat([call.value(call.rank + place) for place in range(call.size)])
     output = torch.ones(call.numel, dtype=call.dtype)
-    expected = reduced(call.op, [call.value(rank + call.rank) for rank in range(call.size)])
+    expected = combined(call.op, [call.value(rank + call.rank) for rank in range(call.size)])
     return [dist.reduce_scatter_tensor(output, tensor, call.op, group=call.group, async_op=True)], [(output, expected)]
 
 
@@ -175,7 +154,7 @@ def _coalesced(call: Call) -> tuple[list[Any], Checks]:
         for place in range(call.draw.randint(1, 4)):
             tensor = call.value(call.rank + place, call.numel // (place + 1))
             parts = [call.value(rank + place, call.numel // (place + 1)) for rank in range(call.size)]
-            checks.append((tensor, reduced(call.op, parts)))
+            checks.append((tensor, combined(call.op, parts)))
             dist.all_reduce(tensor, call.op, group=call.group)
     return [manager], checks
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
+from training import whole
 
 import torchtp
 
@@ -78,9 +79,8 @@ class Net(nn.Module):
             lambda: nn.Sequential(nn.PReLU(c), conv()),
         ]
         ways = WAYS
-        if (
-            alone
-        ):  # what one device would do with the images of several data ranks, one after the other, is another thing
+        # What one device would do with the images of several data ranks, one after the other, is another thing.
+        if alone:
             ways = (*WAYS, "remembers")
             choices.append(lambda: parametrizations.spectral_norm(conv()))
             choices.append(lambda: nn.Sequential(conv(), nn.Dropout(0.2)))
@@ -149,6 +149,9 @@ class Ways:
         self.times, self.mask = some(0.3), some(0.3)
         if self.hook in ("clamp", "post") or self.new_head_at is not None:  # both ask for what is averaged
             self.no_sync = False
+        if self.optimizer == "LBFGS":
+            self.groups = False
+            self.output = "full"  # it goes by the loss
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in vars(self).items() if value not in (None, False))
@@ -170,22 +173,13 @@ def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class Program:
     """One run: of one device, where there is no layout, or of a rank."""
 
     def __init__(self, seed: int, layout: torchtp.Layout | None, num_data: int, noise: float = 0):
-        self.noise = noise
         draw = random.Random(seed)
-        self.seed, self.layout, self.num_data = seed, layout, num_data
+        self.seed, self.layout, self.num_data, self.noise = seed, layout, num_data, noise
         self.ways = Ways(draw)
-        if self.ways.optimizer == "LBFGS":
-            self.ways.groups = False
-            self.ways.output = "full"  # it goes by the loss
-        self.draw = draw
         torch.manual_seed(seed)
         self.model: Any = Net(draw, alone=num_data == 1).double()
         if layout is not None:
@@ -219,7 +213,7 @@ class Program:
         )
 
     def note(self, name: str, tensor: Tensor) -> None:
-        self.seen.append((name, _whole(tensor.detach()).clone()))
+        self.seen.append((name, whole(tensor.detach()).clone()))
 
     def images(self, number: int, data_rank: int) -> Tensor:
         """Of other numbers and sizes on each data rank."""
@@ -243,8 +237,8 @@ class Program:
         """What is derived one after the other."""
         images = self.images(number, data_rank)
         output = self.call(images)
-        of_map = (_whole(output["map"]) - 0.3).square().sum() / (images.numel() // 2)
-        of_classes = F.cross_entropy(_whole(output["classes"]), torch.zeros(len(output["classes"]), dtype=torch.long))
+        of_map = (whole(output["map"]) - 0.3).square().sum() / (images.numel() // 2)
+        of_classes = F.cross_entropy(whole(output["classes"]), torch.zeros(len(output["classes"]), dtype=torch.long))
         if self.ways.loss == "sum of both":
             yield of_map + of_classes
         elif self.ways.loss == "backward twice":
@@ -260,8 +254,8 @@ class Program:
             and not any("reentrant" in block.way for block in self.model.blocks)
         ):
             image = self.images(number, data_rank).detach().requires_grad_()
-            (grad,) = torch.autograd.grad(_whole(self.call(image)["map"]).sum(), image, create_graph=True)
-            yield 0.1 * _whole(grad).square().mean()
+            (grad,) = torch.autograd.grad(whole(self.call(image)["map"]).sum(), image, create_graph=True)
+            yield 0.1 * whole(grad).square().mean()
 
     def backward(self, step: int) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -299,10 +293,12 @@ class Program:
             self.clip()
             if self.num_data == 1 and self.ways.output != "local":
                 self.note(f"loss {step}", loss)
+            if self.layout is not None and self.num_data > 1:  # LBFGS goes by the loss: that of all images
+                dist.all_reduce(loss, dist.ReduceOp.AVG)
             return loss
 
         if self.ways.optimizer == "LBFGS":
-            self.optimizer.step(closure if self.num_data == 1 else self.summed(closure))
+            self.optimizer.step(closure)
         else:
             closure()
             if step != self.ways.skip_at:
@@ -310,17 +306,6 @@ class Program:
         for name, p in self.model.named_parameters():
             if p.grad is not None:
                 self.note(f"gradient of {name} in step {step}", p.grad)
-
-    def summed(self, closure: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """LBFGS goes by the loss: all data ranks must have that of all images."""
-
-        def whole() -> Tensor:
-            loss = closure()
-            if self.layout is not None:
-                torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG)
-            return loss
-
-        return whole
 
     def between(self, step: int) -> None:
         ways, model = self.ways, self.model
@@ -332,7 +317,7 @@ class Program:
             model.eval()
             with torch.no_grad():
                 output = self.call(self.images(70 + step, 0))
-            if self.ways.output != "local":
+            if ways.output != "local":
                 self.note(f"evaluation {step}", output["map"])
             model.train()
         if step == ways.copy_at and ways.hook is None:

@@ -52,19 +52,27 @@ def ops_of(dtype):
 
 def reduced(op, numel, dtype, ranks):
     """What `op` makes of the values of `ranks`, each of `numel` elements."""
+    if not dtype.is_complex:
+        return combined(op, [value(r, numel, dtype) for r in ranks])
+    total = functools.reduce(operator.add, [whole(r, numel) for r in ranks])
+    real = torch.float32 if dtype == torch.complex64 else torch.float64
+    divisor = len(ranks) if op == Op.AVG else 1
+    return torch.complex(total.to(real) / divisor, (total + len(ranks)).to(real) / divisor)
+
+
+def combined(op, values):
+    """What `op` makes of small whole numbers of any dtype but complex ones, by way of 64-bit integers."""
+    dtype = values[0].dtype
     if dtype == torch.bool:
-        return functools.reduce((LOGICAL | BITWISE)[op], [value(r, numel, dtype) for r in ranks])
-    total = functools.reduce((ARITHMETIC | BITWISE | {Op.AVG: operator.add})[op], [whole(r, numel) for r in ranks])
-    if dtype.is_complex:
-        real = torch.float32 if dtype == torch.complex64 else torch.float64
-        divisor = len(ranks) if op == Op.AVG else 1
-        return torch.complex(total.to(real) / divisor, (total + len(ranks)).to(real) / divisor)
+        return functools.reduce((LOGICAL | BITWISE)[op], values)
+    integers = [each.to(torch.int64) for each in values]
+    total = functools.reduce((ARITHMETIC | BITWISE | {Op.AVG: operator.add})[op], integers)
     if op != Op.AVG:
         return total.to(dtype)
     if not dtype.is_floating_point:
-        return (total // len(ranks)).to(dtype)
+        return (total // len(values)).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (total.to(wide) / len(ranks)).to(dtype)
+    return (total.to(wide) / len(values)).to(dtype)
 
 
 def bits(tensor):

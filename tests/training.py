@@ -12,9 +12,12 @@ def make_images(step, num, dtype=torch.float64):
     return torch.randn(num, *SHAPE, generator=generator, dtype=dtype)
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def loss_of(output):
-    whole = output.full_tensor() if isinstance(output, DTensor) else output
-    return (whole - 0.3).square().mean()
+    return (whole(output) - 0.3).square().mean()
 
 
 def make_optimizer(model):
@@ -40,8 +43,9 @@ def assert_same_parameters(model, single):
     names = [name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "") for name in mine]
     assert names == list(theirs)
     for value, name in zip(mine.values(), names, strict=True):
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            whole(value), theirs[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text
+        )
 
 
 def assert_same_gradients(model, single):

@@ -62,7 +62,7 @@ class HostsEngine : public Engine {
   void abort(const std::string& why) noexcept override;
   void handle_signals(const std::function<std::string()>& where) override;
   void stop() override;
-  // Whether a rank's connections have ended without a word; `rank` is another.
+  // A rank has died if its connections have ended without a word; who has left is not told from who is there.
   shm::Presence presence(int rank) const override;
 
  private:
