@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from torchtp.agreement import digest
+from torchtp.digest import digest
 from torchtp.gradients import broadcast_parameters
 from torchtp.layout import Layout
 

@@ -9,30 +9,25 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
 
 from torchtp import lazy, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
-from torchtp.agreement import Described
 from torchtp.awaiting import after_backward
 from torchtp.captured import Composition
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
-from torchtp.dtensor.moving import Recut
-from torchtp.dtensor.upstream import local_of, make_dtensor, plain_shard, spec_of
-from torchtp.dtensor.whole import Gather, Given, told_format
 from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
+from torchtp.images import Images, Output, is_image
 from torchtp.layout import Layout
 from torchtp.refusals import refuse_transforms
 
-Output = Literal["dtensor", "local", "full"]
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -104,7 +99,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 _STATE = "_torchtp"
-_IMAGE = "an image"
+_BETWEEN_COMPARISONS = 64
 _WHERE_TO_RENEW = "the next forward must be in training mode and outside of torchtp.no_sync, where all ranks take it up"
 
 
@@ -113,7 +108,8 @@ class _State:
 
     def __init__(self, layout: Layout, output: Output, reduces: dict[str, Any] | None):
         self.layout = layout
-        self.output = output
+        self._output = output
+        self._images = Images(layout, output)
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
         self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
@@ -123,10 +119,11 @@ class _State:
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
         self._said_uncut = False
+        self._calls = self._trained = 0  # messages of the ranks of an image, and of all ranks: as many on each of them
         self.forward: Any = None  # what was put in the place of the class's own, on this module alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        copied = _State(self.layout, self.output, self._reduces)  # the copy reduces its own gradients
+        copied = _State(self.layout, self._output, self._reduces)  # the copy reduces its own gradients
         known = (memo.get(key) for key in self.equal)  # the copy's own buffers, too: data ranks keep theirs
         copied.equal = {id(tensor): tensor for tensor in known if isinstance(tensor, torch.Tensor)}
         copied._written = copy.deepcopy(self._written, {id(self.layout): self.layout})
@@ -160,7 +157,7 @@ class _State:
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
         if reducer is not None:
             reducer.prepare()  # a failed backward's messages come before this forward's
-        tensors, complaint = self._describe(args, kwargs)
+        tensors, complaint = self._images.describe(args, kwargs)
         everyone = reducer is not None and module.training
         stranger = ""
         if is_new and reducer is not None:
@@ -168,18 +165,28 @@ class _State:
             stranger = self._stranger(module, reducer)
             if stranger and not (everyone and reducer.syncs):
                 complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
+        self._calls += 1
         agreed = self.layout.agreement.check(
-            tensors, complaint, randomness.fingerprint(self.layout), self._written.digest(), stranger, everyone=everyone
+            tensors,
+            complaint,
+            randomness.fingerprint(self.layout),
+            self._written.digest(),
+            stranger,
+            held=lambda: self._images.samples(args, kwargs, of_devices=_is_due(self._calls)),
+            everyone=everyone,
         )
         if stranger:
             self._reducer = None
             reducer = self.reducer(module)
-        if everyone:
+        if everyone and reducer is not None:
             self._written.settle(module, agreed.written)
-        if self.layout.num_shards > 1 and not self._said_uncut and not any(_is_image(one) for one in tensors):
+            self._trained += 1
+            if _is_due(self._trained):
+                self.layout.agreement.check_parameters(reducer.names, reducer.parameters)
+        if self.layout.num_shards > 1 and not self._said_uncut and not any(map(is_image, tensors)):
             self._said_uncut = True
             notice.uncut(type(module).__name__, repr(self.layout))
-        args, kwargs = self._cut(args, kwargs)
+        args, kwargs = self._images.cut(args, kwargs)
         with (
             randomness.stream(self.layout, agreed.notes),
             self._composition.given(),
@@ -187,7 +194,7 @@ class _State:
         ):
             outputs = forward(*args, **kwargs)
         self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
-        outputs = self._leave(outputs, [shape for what, shape, _ in tensors if what.startswith(_IMAGE)])
+        outputs = self._images.give(outputs, tensors)
         watchers = [each for each in (reducer, self._composition.captured) if each is not None]
         for leaf in pytree.tree_leaves(outputs) if watchers and torch.is_grad_enabled() else ():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -272,89 +279,10 @@ class _State:
             self._buffered = [part for part in module.modules() if part._buffers]
         return self._buffered
 
-    def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
-        """All tensors among the arguments, and what is wrong with them."""
-        num_dims = self._image_dims(args, kwargs)
-        tensors: list[Described] = []
-        try:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if not isinstance(leaf, torch.Tensor):
-                    continue
-                image = isinstance(leaf, DTensor) or leaf.dim() == num_dims
-                if image:
-                    self.layout.check(leaf)
-                what = (_IMAGE if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
-                tensors.append((what + told_format(leaf), leaf.shape, leaf.dtype))
-        except ValueError as error:
-            return [], str(error)
-        return tensors, ""
 
-    def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        num_dims = self._image_dims(args, kwargs)
-
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if isinstance(leaf, DTensor):
-                # Of one made outside of inference mode PyTorch can't take a view in it.
-                stale = torch.is_inference_mode_enabled() and not leaf.is_inference()
-                return make_dtensor(local_of(leaf), spec_of(leaf)) if stale else leaf
-            if leaf.dim() == num_dims:
-                return self.layout.shard(leaf)
-            return Given.apply(leaf, self.layout.spatial_mesh) if _records(leaf) else leaf
-
-        return pytree.tree_map(cut, (args, kwargs))
-
-    def _image_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        plain = (
-            leaf.dim()
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-        )
-        return max(filter(self.layout.reaches, plain), default=None)
-
-    def _leave(self, outputs: Any, images: list[torch.Size]) -> Any:
-        def give(leaf: Any) -> Any:
-            if not isinstance(leaf, DTensor):
-                return lazy.unwrap(leaf)
-            if self.output == "full":
-                return Gather.apply(leaf)
-            leaf = self._cut_as_images(leaf, images)
-            if self.output == "local":
-                whole = tuple(Replicate() if isinstance(place, Partial) else place for place in leaf.placements)
-                return (leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local()
-            return leaf
-
-        return pytree.tree_map(give, outputs)
-
-    def _cut_as_images(self, leaf: DTensor, images: list[torch.Size]) -> DTensor:
-        """An image that went through a sequence of its pixels, say, may be cut along another dim than the layout says."""
-        if leaf.device_mesh != self.layout.spatial_mesh or not self.layout.reaches(leaf.dim()):
-            return leaf
-        wanted = tuple(
-            own if plain_shard(place) else place
-            for place, own in zip(leaf.placements, self.layout.placements(leaf.dim()), strict=True)
-        )
-        if wanted == leaf.placements or not any(_looks_like(leaf.shape, image) for image in images):
-            return leaf
-        return Recut.apply(leaf, wanted)
-
-
-def _looks_like(shape: torch.Size, image: torch.Size) -> bool:
-    """Whether an output of that shape is an image: of as many dims, or without channels and of the same proportions."""
-    if len(shape) == len(image):
-        return True
-    sides = list(zip(shape[1:], image[2:], strict=False))
-    return len(shape) == len(image) - 1 and all(a * sides[0][1] == b * sides[0][0] for a, b in sides)
-
-
-def _is_image(described: Described) -> bool:
-    return described[0].startswith(_IMAGE)
-
-
-def _records(tensor: torch.Tensor) -> bool:
-    """Whether a gradient comes back to a tensor among the arguments: by a collective, which all ranks take part in."""
-    return tensor.requires_grad and torch.is_grad_enabled()
+def _is_due(calls: int) -> bool:
+    """Whether what takes time is compared at this call: at once, ever more rarely, but not too rarely."""
+    return calls & (calls - 1) == 0 or calls % _BETWEEN_COMPARISONS == 0
 
 
 _averaging: weakref.WeakSet[_State] = weakref.WeakSet()  # those that have a reducer

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtp.agreement import digest
+from torchtp.digest import digest
 from torchtp.layout import Layout
 
 try:
