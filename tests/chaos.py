@@ -30,7 +30,7 @@ import chaos_phases
 import torch
 import torch.distributed as dist
 from chaos_phases import sum_of, tensor_of
-from forked import served_store
+from forked import served_store, strike_myself
 
 import torchtp  # noqa: F401 (registers the backend)
 from torchtp import namespaces
@@ -97,16 +97,6 @@ class Diary:
     @port.setter
     def port(self, value):
         struct.pack_into("=q", self.memory, 0, value)
-
-
-def strike_myself(number, after_us):
-    """The kernel delivers the signal, wherever this process then is."""
-    event = ctypes.create_string_buffer(struct.pack("=Qii", 0, number, 0), 64)
-    timer = ctypes.c_void_p()
-    assert _libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0
-    seconds, microseconds = divmod(after_us, 1_000_000)
-    when = struct.pack("=qqqq", 0, 0, seconds, 1000 * microseconds + 1)
-    assert _libc.timer_settime(timer, 0, when, None) == 0
 
 
 def holdings(serves):

@@ -12,6 +12,7 @@ import os
 import pickle
 import selectors
 import signal
+import struct
 import time
 import traceback
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torchtp.testing import timeout_scale
 
 _PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -90,8 +93,18 @@ def forked(size, body, *args, seconds=60.0):
     return [value for _, value in results]
 
 
+def strike_myself(number, after_us):
+    """The kernel delivers the signal, wherever this process then is."""
+    event = ctypes.create_string_buffer(struct.pack("=Qii", 0, number, 0), 64)
+    timer = ctypes.c_void_p()
+    assert _libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(timer)) == 0
+    seconds, microseconds = divmod(after_us, 1_000_000)
+    when = struct.pack("=qqqq", 0, 0, seconds, 1000 * microseconds + 1)
+    assert _libc.timer_settime(timer, 0, when, None) == 0
+
+
 def _end_with_parent():
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _be_rank(rank, writing, body, args):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import strike_myself
 from test_backend_matrix import Op, as_dtype, bits, combined, ops_of
 from torch import Tensor
 
@@ -310,6 +313,19 @@ def run_right(seeds: range, num_blocks: int = 12) -> int:
         under_way.finish()
         _end(groups)
     return taken
+
+
+def run_until_a_death(rank: int, size: int, port: int, seed: int) -> None:
+    """Run programs, one after the other, until a rank that `seed` chooses is killed within its first second."""
+    draw = random.Random(seed)
+    victim, after_us = draw.randrange(size), draw.randrange(600_000)
+    store = dist.PrefixStore(str(seed), dist.TCPStore("127.0.0.1", port, wait_for_workers=False))
+    dist.init_process_group("torchtp", store=store, rank=rank, world_size=size)
+    dist.barrier()
+    if rank == victim:
+        strike_myself(signal.SIGKILL, after_us)
+    for program in count(1000 * seed):
+        run_right(range(program, program + 1))
 
 
 FAULTS = ("dtype", "numel", "op", "root", "message", "kind", "skipped")

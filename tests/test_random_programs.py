@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from random_programs import run_right, run_wrong
+from forked import forked, served_store
+from random_programs import run_right, run_until_a_death, run_wrong
 
 from torchtp.namespaces import Hosts, why_not
 from torchtp.testing import run_ranks, timeout_scale
@@ -36,6 +37,31 @@ def test_random_programs_over_hosts():
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_programs_with_a_fault(size):
     assert_noticed(run_ranks(run_wrong, size, range(12), SECONDS * timeout_scale(), backend="torchtp", timeout=120))
+
+
+def die(size, seeds):
+    """What the ranks of each program ended by; the timeout of their groups is longer than the test waits for them."""
+    with served_store() as (_, port):
+        return [forked(size, run_until_a_death, size, port, seed) for seed in seeds]
+
+
+def assert_only_one_died(size, seeds):
+    (ends,) = run_ranks(die, 1, size, seeds, backend=None, timeout=300)
+    for seed, told in zip(seeds, ends, strict=True):
+        survivors = [text for text in told if text is not None]
+        assert len(survivors) == size - 1 and all(survivors), (seed, told)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_raise_if_a_rank_dies_in_a_random_program(size):
+    assert_only_one_died(size, range(6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_raise_if_a_rank_dies_in_more_random_programs(size):
+    for first in range(0, 200, 50):
+        assert_only_one_died(size, range(first, first + 50))
 
 
 @pytest.mark.long
