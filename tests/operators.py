@@ -200,6 +200,8 @@ def _samples(op: Any, most: int) -> list[Any]:
         seed(0)
     # past op.sample_inputs, which looks up its caller's source, and seeds all devices anew for each sample
     samples = list(op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd))
+    for number, sample in enumerate(samples if op.name == "meshgrid" else ()):
+        sample.kwargs["indexing"] = ("xy", "ij")[number % 2]  # comes out of a set, in another order on each rank
     if len(samples) <= most:
         return samples
     return [samples[(2 * number + 1) * len(samples) // (2 * most)] for number in range(most)]
