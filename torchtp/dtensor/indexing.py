@@ -71,8 +71,6 @@ def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices, values, *others = bound(op, args, kwargs)
     found = _one_list(tensor, indices)
     in_place = op._schema.name.endswith("_")
-    if in_place and isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements):
-        return unruled(op, args, kwargs)
     mask = _one_mask(tensor, indices)
     if mask is not None and values.dim() == 0 and not (others and others[0]):  # x[x > 1] = 1
         fill = (pointwise_in_place, aten.masked_fill_) if in_place else (pointwise, aten.masked_fill)
@@ -109,8 +107,6 @@ def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows, dim = _list_of(numbers), dim % tensor.dim()
     in_place = op._schema.name.endswith("_")
     if not taken(tensor) or rows is None or axis_cutting(spec_of(tensor).placements, dim) is not None:
-        return unruled(op, args, kwargs)
-    if in_place and any(isinstance(p, Partial) for p in tensor.placements):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     result = op(local, dim, rows, local_as(source, mesh, placements), alpha=alpha)

@@ -80,6 +80,12 @@ def linked(whole: DTensor, part: DTensor, take: Take, put: Put) -> DTensor:
     return part
 
 
+def is_linked(part: DTensor) -> bool:
+    """Whether the tensor lies in memory that is known as a copy of elements of another one."""
+    memory = getattr(local_of(part).untyped_storage(), _ATTRIBUTE, None)
+    return memory is not None and memory.whole is not None
+
+
 def written(target: DTensor) -> None:
     """Tell the tensors that share elements with `target`, into which an op has written."""
     memory = getattr(local_of(target).untyped_storage(), _ATTRIBUTE, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from functools import cache, lru_cache
@@ -12,12 +11,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, sums_done
-from torchtp.dtensor.moving import all_reduced, gathers, recut, recut_tensor
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of
+from torchtp.dtensor.moving import all_reduced, gathers, recut
 from torchtp.dtensor.nesting import is_nested, takes_nested
 from torchtp.dtensor.registry import Handler, install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
 from torchtp.dtensor.spatial import on_first_mark
+from torchtp.dtensor.sums import sum_done
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -115,29 +115,11 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     spec = spec_of(target)
     if not axes_of(spec.mesh).spatial:
         return passthrough(op, args, kwargs)
-    if any(isinstance(placement, Partial) for placement in spec.placements):
-        if not any(isinstance(arg, DTensor) and _is_cut(arg) for arg in (*args[1:], *kwargs.values())):
-            with contextlib.suppress(NotImplementedError):  # upstream does not know the op
-                return passthrough(op, args, kwargs)
-        return _written_to_sum(op, target, args[1:], kwargs)
     mesh, placements = spec.mesh, spec.placements
     op(
         *(aligned(op, arg, target.shape, mesh, placements) for arg in args),
         **{k: aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},
     )
-    return target
-
-
-def _written_to_sum(op: Op, target: DTensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """What the op makes of the sum goes into the summand of the first rank, in place: others may be views of the same memory."""
-    spec = spec_of(target)
-    written = local_of(op(_sum_done(target), *others, **kwargs))
-    ranks = axes_of(spec.mesh).ranks
-    summed = [axis for axis, p in enumerate(spec.placements) if isinstance(p, Partial) and p.reduce_op == "sum"]
-    if any(ranks[axis] for axis in summed):
-        local_of(target).zero_()
-    else:
-        local_of(target).copy_(written)
     return target
 
 
@@ -154,7 +136,7 @@ def rule_of_tagged(op: Op) -> Handler | None:
 
 
 def _sum_done(leaf: Any) -> Any:
-    return recut_tensor(leaf, sums_done(spec_of(leaf).placements)) if isinstance(leaf, DTensor) else leaf
+    return sum_done(leaf) if isinstance(leaf, DTensor) else leaf
 
 
 def _is_cut(arg: DTensor) -> bool:

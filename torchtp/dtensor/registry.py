@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor.nesting import guarded, guarded_composite
 from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import hand_out
+from torchtp.dtensor.sums import holds_sum, link_views, write_into_sum
 from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
 from torchtp.dtensor.whole import hand_in
@@ -84,7 +85,10 @@ def install(name: str, handler: Handler) -> None:
         kwargs = kwargs or {}
         outer, called.now = called.now, (op, args, kwargs)
         try:
-            return handler(op, args, kwargs)
+            results = handler(op, args, kwargs)
+            if op.is_view and holds_sum(args[0]):
+                link_views(op, handler, args, kwargs, results)
+            return results
         finally:
             called.now = outer
 
@@ -97,7 +101,10 @@ def install(name: str, handler: Handler) -> None:
                     hand_in(leaf)
                 elif _is_plain(leaf):
                     hand_out(leaf)
-        result = handler(op, args, kwargs or {})
+        if holds_sum(args[0]):
+            result = write_into_sum(op, handler, args, kwargs or {})
+        else:
+            result = handler(op, args, kwargs or {})
         if isinstance(args[0], DTensor):
             written(args[0])
         return result
