@@ -1,5 +1,7 @@
 """A mistake is the same clear error on every rank, whichever rank made it; nothing hangs."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,3 +140,38 @@ def _misuse():
 
 def test_misuse():
     run_ranks(_misuse, 2, timeout=LIMIT)
+
+
+def _call_in_another_way(axes, how):
+    """What calling it raises, on this rank, if rank 0 alone does so in another way."""
+    layout = make_layout(axes)
+    model = torchtp.parallelize(nn.Conv2d(2, 3, 3, padding=1), layout)
+    images = torch.zeros(2, 2, 8, 8)
+    model(images).sum().backward()
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError) as caught:
+        if dist.get_rank() == 0 and how == "evaluates":
+            model.eval()
+            stack.enter_context(torch.no_grad())
+        elif dist.get_rank() == 0 and how == "does not average":
+            stack.enter_context(torchtp.no_sync(model))
+        elif dist.get_rank() == 0 and how == "in fewer bits":
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        model(images)
+    model.train()
+    model(images).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "h": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("evaluates", "rank 0 calls it in evaluation, without gradients, rank 1 calls it in training"),
+        ("does not average", "rank 0 calls it in training, under torchtp.no_sync, rank 1 calls it in training"),
+        ("in fewer bits", "rank 0 calls it in training, under autocast to torch.bfloat16, rank 1 calls it in training"),
+    ],
+)
+def test_one_rank_calls_it_in_another_way(axes, how, text):
+    told = run_ranks(_call_in_another_way, 4 if "dp" in axes else 2, axes, how, backend="torchtp", timeout=LIMIT)
+    assert len(set(told)) == 1
+    assert text in told[0]

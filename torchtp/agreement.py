@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -14,9 +15,22 @@ from torchtp.samples import Samples, difference, digest_of, samples_of
 
 Described = tuple[str, torch.Size, torch.dtype]  # what it is, its global shape, its dtype
 
-_COMPLAINS, _DATA_RANK, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(9)
-
+_COMPLAINS, _EVERYONE, _MODE, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(10)
 _MOST_OF_A_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is about to do with an image."""
+
+    tensors: Sequence[Described] = ()
+    complaint: str = ""  # what is wrong with it to begin with
+    mode: str = ""  # how it does it: in training, say
+    note: int = 0  # what the ranks of the image need not agree on, but shall know of each other
+    written: int = 0  # the same of all ranks
+    stranger: str = ""  # a sentence on a part of the module that is new
+    held: Callable[[], Samples] = list  # takes samples of `tensors`, one for each, or none at all
+    everyone: bool = False  # whether those of other images wait for it, so that an error must reach them as well
 
 
 class Agreed(NamedTuple):
@@ -32,59 +46,64 @@ class Agreement:
     The message is a digest; only ranks that disagree send what they have in full.
     """
 
-    def __init__(self, spatial: dist.ProcessGroup, everyone: dist.ProcessGroup, data_rank: int, device_type: str):
+    def __init__(self, spatial: dist.ProcessGroup, everyone: dist.ProcessGroup, device_type: str):
         self._spatial = spatial
         self._everyone = everyone
-        self._data_rank = data_rank
         self._device_type = device_type
 
-    def check(
-        self,
-        tensors: Sequence[Described],
-        complaint: str = "",
-        note: int = 0,
-        written: int = 0,
-        stranger: str = "",
-        *,
-        held: Callable[[], Samples] = list,
-        everyone: bool = False,
-    ) -> Agreed:
-        """Raise ValueError on all ranks if one complains or the ranks of an image differ; returns `note` and `written` of all.
+    def check(self, call: Call) -> Agreed:
+        """Raise ValueError on all ranks if one complains or the ranks of an image differ.
 
-        So it does if some ranks alone have a `stranger`, a sentence on a part of the module that is new, and if the samples of
-        the tensors that `held` takes, one for each or none, are not those of the other ranks of the image. Collective over
-        the spatial group, or over all data ranks too with `everyone`.
+        So it does if some ranks alone have a part of the module that is new, and if samples of their tensors are apart by
+        more than rounding. Collective over the spatial group; over all data ranks too where a rank of the image asks for it.
         """
-        group = self._everyone if everyone else self._spatial
-        if _is_alone(group):
-            if complaint:
-                raise ValueError(complaint)
-            return Agreed([note], [written])
-        samples = [] if complaint else held()
-        mine = _encode(tensors, complaint, note, written, self._data_rank, bool(stranger), digest_of(samples))
-        table = self._gather(group, mine)
-        if any(row[_COMPLAINS] for row in table):
-            raise ValueError(_first_complaint(group, complaint))
-        if len({row[_STRANGER] for row in table}) > 1:
-            alone = stranger and f"{stranger}, on some ranks alone: change the module alike on all of them"
-            raise ValueError(_first_complaint(group, alone))
-        keys = [row[_DATA_RANK] for row in table]
-        firsts = [table[keys.index(key)] for key in keys]
-        if any(row[_NUM : _HASH + 1] != first[_NUM : _HASH + 1] for row, first in zip(table, firsts, strict=True)):
-            raise ValueError(
-                f"the ranks that cut one image disagree on it: {_first_difference(group, tensors, keys)}; give all of "
+        rows = [_encode(call)]
+        told = call.complaint
+        if not _is_alone(self._spatial):
+            samples = [] if told else call.held()
+            rows = self._gather(self._spatial, _encode(call, digest_of(samples)))
+            told = self._what_is_wrong(call, samples, rows)
+        notes = [row[_NOTE] for row in rows]
+        if any(row[_EVERYONE] for row in rows) and not _is_alone(self._everyone):
+            told, rows = self._among_everyone(call, told, rows)
+        if told:
+            raise ValueError(told)
+        return Agreed(notes, [row[_WRITTEN] for row in rows])
+
+    def _what_is_wrong(self, call: Call, samples: Samples, rows: list[list[int]]) -> str:
+        group = self._spatial
+        if any(row[_COMPLAINS] for row in rows):
+            return _first_complaint(group, call.complaint)
+        if any(row[_MODE] != rows[0][_MODE] for row in rows):
+            return (
+                f"the ranks that cut one image call the module in different ways: {_first_pair(group, [call.mode])}; "
+                "call it alike on all of them, also to evaluate it"
+            )
+        if any(row[_NUM : _HASH + 1] != rows[0][_NUM : _HASH + 1] for row in rows):
+            return (
+                f"the ranks that cut one image disagree on it: {_first_difference(group, call.tensors)}; give all of "
                 "them images of the same global shape and dtype, and the same other tensors"
             )
-        if any(row[_VALUES] != first[_VALUES] for row, first in zip(table, firsts, strict=True)):
-            apart = _first_apart(group, [_told(one) for one in tensors], samples, keys)
+        if any(row[_VALUES] != rows[0][_VALUES] for row in rows):
+            apart = _first_apart(group, [_told(one) for one in call.tensors], samples)
             if apart:
-                raise ValueError(
+                return (
                     f"the ranks that cut one image hold different ones: {apart}; give all of them the same, by samplers "
                     "and augmentations that go by layout.data_rank and not by the rank, or cut tiles of one image with "
                     "layout.from_tile"
                 )
-        notes = [row[_NOTE] for row in table if row[_DATA_RANK] == self._data_rank]
-        return Agreed(notes, [row[_WRITTEN] for row in table])
+        return ""
+
+    def _among_everyone(self, call: Call, told: str, rows: list[list[int]]) -> tuple[str, list[list[int]]]:
+        """What is wrong on any rank of any image, and what all of them said; `rows` is what those of this image did."""
+        if self._everyone.size() > self._spatial.size():
+            rows = self._gather(self._everyone, _encode(replace(call, complaint=told)))
+            if any(row[_COMPLAINS] for row in rows):
+                return _first_complaint(self._everyone, told, names_the_rank=_is_alone(self._spatial)), rows
+        if not told and len({row[_STRANGER] for row in rows}) > 1:
+            alone = call.stranger and f"{call.stranger}, on some ranks alone: change the module alike on all of them"
+            told = _first_complaint(self._everyone, alone)
+        return told, rows
 
     def check_modules(self, tensors: Sequence[Described], complaint: str = "") -> None:
         """Raise ValueError on all ranks of all images if one complains or they have different parameters."""
@@ -92,11 +111,11 @@ class Agreement:
             if complaint:
                 raise ValueError(complaint)
             return
-        table = self._gather(self._everyone, _encode(tensors, complaint, 0, 0, self._data_rank))
+        table = self._gather(self._everyone, _encode(Call(tensors, complaint)))
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(self._everyone, complaint))
         if any(row[_HASH] != table[0][_HASH] for row in table):
-            difference = _first_difference(self._everyone, tensors, [0] * len(table))
+            difference = _first_difference(self._everyone, tensors)
             raise ValueError(f"the modules of the ranks differ: {difference}; build the same module on all ranks")
 
     def check_parameters(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
@@ -104,10 +123,10 @@ class Agreement:
         if _is_alone(self._everyone):
             return
         samples = samples_of(parameters, _MOST_OF_A_PARAMETER)
-        mine = _encode([], "", 0, 0, self._data_rank, values=digest_of(samples))
-        if len({row[_VALUES] for row in self._gather(self._everyone, mine)}) > 1:
+        rows = self._gather(self._everyone, _encode(Call(), digest_of(samples)))
+        if any(row[_VALUES] != rows[0][_VALUES] for row in rows):
             what = [f"parameter {name!r}" for name in names]
-            apart = _first_apart(self._everyone, what, samples, [0] * self._everyone.size())
+            apart = _first_apart(self._everyone, what, samples)
             if apart:
                 raise ValueError(
                     f"the ranks train different models: {apart}; change parameters alike on all ranks: the same optimizer "
@@ -128,59 +147,54 @@ def _is_alone(group: dist.ProcessGroup) -> bool:
     return group.size() == 1 or dist.get_backend(group) == "fake"
 
 
-def _encode(
-    tensors: Sequence[Described],
-    complaint: str,
-    note: int,
-    written: int,
-    data_rank: int,
-    has_stranger: bool = False,
-    values: int = 0,
-) -> list[int]:
+def _encode(call: Call, values: int = 0) -> list[int]:
     row = [0] * _WORDS
-    row[_COMPLAINS] = bool(complaint)
-    row[_DATA_RANK] = data_rank
-    row[_NUM] = len(tensors)
-    row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in tensors]).encode())
+    row[_COMPLAINS] = bool(call.complaint)
+    row[_EVERYONE] = call.everyone
+    row[_MODE] = digest(call.mode.encode())
+    row[_NUM] = len(call.tensors)
+    row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in call.tensors]).encode())
     row[_VALUES] = values
-    row[_NOTE] = note
-    row[_WRITTEN] = written
-    row[_STRANGER] = has_stranger
+    row[_NOTE] = call.note
+    row[_WRITTEN] = call.written
+    row[_STRANGER] = bool(call.stranger)
     return row
 
 
-def _first_complaint(group: dist.ProcessGroup, mine: str) -> str:
+def _first_complaint(group: dist.ProcessGroup, mine: str, *, names_the_rank: bool = True) -> str:
     """Only when something is wrong already are there messages of any length."""
     complaints: list[str | None] = [None] * group.size()
     dist.all_gather_object(complaints, mine, group=group)
     rank, text = next((rank, text) for rank, text in enumerate(complaints) if text)
-    return f"{text} (on rank {dist.get_global_rank(group, rank)})"
+    return f"{text} (on rank {dist.get_global_rank(group, rank)})" if names_the_rank else text
 
 
-def _first_difference(group: dist.ProcessGroup, mine: Sequence[Described], keys: Sequence[int]) -> str:
-    """What a rank has, and what another one of the same key has in its place."""
-    rows: list[Sequence[Described]] = [[]] * group.size()
+def _first_difference(group: dist.ProcessGroup, mine: Sequence[Described]) -> str:
+    """What the first rank has, and what another one has in its place."""
+    return _first_pair(group, [f"has {_told(one)}" for one in mine], f"has {_told(None)}")
+
+
+def _first_pair(group: dist.ProcessGroup, mine: Sequence[str], nothing: str = "") -> str:
+    """The first of the sentences on the first rank that another rank has otherwise, and how that one has it."""
+    rows: list[Sequence[str]] = [[]] * group.size()
     dist.all_gather_object(rows, list(mine), group=group)
     ranks = dist.get_process_group_ranks(group)
-    firsts: dict[int, int] = {}
-    for rank, theirs in enumerate(rows):
-        first = firsts.setdefault(keys[rank], rank)
-        for ours, other in zip_longest(rows[first], theirs):
+    for rank, theirs in zip(ranks, rows, strict=True):
+        for ours, other in zip_longest(rows[0], theirs, fillvalue=nothing):
             if ours != other:
-                return f"rank {ranks[first]} has {_told(ours)}, rank {ranks[rank]} has {_told(other)}"
+                return f"rank {ranks[0]} {ours}, rank {rank} {other}"
     return "their digests differ"
 
 
-def _first_apart(group: dist.ProcessGroup, what: Sequence[str], mine: Samples, keys: Sequence[int]) -> str:
-    """Of what two ranks of the same key have other values, if it is not rounding alone."""
+def _first_apart(group: dist.ProcessGroup, what: Sequence[str], mine: Samples) -> str:
+    """Of what another rank has other values than the first, if it is not rounding alone."""
     rows: list[Samples] = [[]] * group.size()
     dist.all_gather_object(rows, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
-    for rank, theirs in enumerate(rows):
-        first = keys.index(keys[rank])
-        for told, ours, other in zip(what, rows[first], theirs, strict=False):
+    for rank, theirs in zip(ranks, rows, strict=True):
+        for told, ours, other in zip(what, rows[0], theirs, strict=False):
             if apart := difference(ours, other):
-                return f"{told} differs between rank {ranks[first]} and rank {ranks[rank]}, by up to {apart:.3g}"
+                return f"{told} differs between rank {ranks[0]} and rank {rank}, by up to {apart:.3g}"
     return ""
 
 

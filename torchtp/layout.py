@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtp.agreement import Agreement
+from torchtp.agreement import Agreement, Call
 from torchtp.dtensor import mark
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.whole import Cut, dense_format, told_format
@@ -41,7 +41,7 @@ class Layout:
         self.spatial_group: dist.ProcessGroup = _flat_group(self.spatial_mesh)
         self.num_data: int = mesh[data].size() if data else 1
         self.data_rank: int = mesh.get_local_rank(data) if data else 0
-        self.agreement = Agreement(self.spatial_group, self.group, self.data_rank, mesh.device_type)
+        self.agreement = Agreement(self.spatial_group, self.group, mesh.device_type)
         mark(self.spatial_mesh, range(len(self.spatial)))
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class Layout:
                 )
         except ValueError as error:
             complaint = str(error)
-        self.agreement.check([(what, shape, tile.dtype)], complaint)
+        self.agreement.check(Call([(what, shape, tile.dtype)], complaint))
         return from_part(tile, self.spatial_mesh, self.placements(len(shape)), shape, None)
 
     def _told_format(self, tile: torch.Tensor, shape: torch.Size) -> str:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp import lazy, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
+from torchtp.agreement import Call
 from torchtp.awaiting import after_backward
 from torchtp.captured import Composition
 from torchtp.dtensor import notice
@@ -167,13 +168,16 @@ class _State:
                 complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
         self._calls += 1
         agreed = self.layout.agreement.check(
-            tensors,
-            complaint,
-            randomness.fingerprint(self.layout),
-            self._written.digest(),
-            stranger,
-            held=lambda: self._images.samples(args, kwargs, of_devices=_is_due(self._calls)),
-            everyone=everyone,
+            Call(
+                tensors,
+                complaint,
+                _mode(module, reducer, self.layout.mesh.device_type),
+                randomness.fingerprint(self.layout),
+                self._written.digest(),
+                stranger,
+                lambda: self._images.samples(args, kwargs, of_devices=_is_due(self._calls)),
+                everyone,
+            )
         )
         if stranger:
             self._reducer = None
@@ -278,6 +282,20 @@ class _State:
         if self._buffered is None:
             self._buffered = [part for part in module.modules() if part._buffers]
         return self._buffered
+
+
+def _mode(module: nn.Module, reducer: GradientReducer | None, device_type: str) -> str:
+    """How the module is called, in words."""
+    words = ["in training" if module.training else "in evaluation"]
+    if torch.is_inference_mode_enabled():
+        words.append("in inference mode")
+    elif not torch.is_grad_enabled():
+        words.append("without gradients")
+    if reducer is not None and not reducer.syncs:
+        words.append("under torchtp.no_sync")
+    if torch.is_autocast_enabled(device_type):
+        words.append(f"under autocast to {torch.get_autocast_dtype(device_type)}")
+    return "calls it " + ", ".join(words)
 
 
 def _is_due(calls: int) -> bool:
