@@ -86,7 +86,7 @@ def install(name: str, handler: Handler) -> None:
         outer, called.now = called.now, (op, args, kwargs)
         try:
             results = handler(op, args, kwargs)
-            if op.is_view and holds_sum(args[0]):
+            if op.is_view and args and holds_sum(args[0]):
                 link_views(op, handler, args, kwargs, results)
             return results
         finally:
