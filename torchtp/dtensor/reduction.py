@@ -180,6 +180,13 @@ def smallest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _extreme(op, _as_bool(op, args), kwargs, "min")
 
 
+@spatial_rule("aminmax")
+@takes_nested
+def both_extremes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What observers of quantization ask of every activation."""
+    return _extreme(op, args, kwargs, "min"), _extreme(op, args, kwargs, "max")
+
+
 def _as_bool(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0].ne(0), *args[1:]) if op._schema.name in ("aten::any", "aten::all") else args
 
