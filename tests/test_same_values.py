@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from models import make_layout, make_network
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchtp
 from torchtp.samples import difference, digest_of, samples_of
@@ -175,6 +177,33 @@ def test_what_is_not_finite_is_compared_as_well(value):
     assert difference(one, one.clone()) == 0
     assert difference(one, torch.tensor([1.0, 0.0, 2.0])) == torch.inf
     assert difference(torch.tensor([1.0, 0.0, 2.0]), one) == torch.inf
+
+
+class _Wrapper(torch.Tensor):
+    """Has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} is called")
+
+
+class _Named(torch.Tensor):
+    """As an image of torchvision's transforms."""
+
+
+def test_samples_of_other_kinds_of_tensors():
+    image = torch.randn(2, 3, 50, 40)
+    assert samples_of([_Wrapper((3, 4))]) == [None]
+    assert torch.equal(samples_of([image.as_subclass(_Named)])[0], samples_of([image])[0])
+    with FakeTensorMode() as mode:
+        assert samples_of([mode.from_tensor(image)]) == [None]
+        assert digest_of(samples_of([image])) != 0
+    with FlopCounterMode(display=False), torch.inference_mode(), torch.device("meta"):
+        assert torch.equal(samples_of([image])[0], samples_of([image.to("cpu")])[0])
 
 
 def test_samples():

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtp.digest import digest
 
@@ -19,9 +19,9 @@ _MOST = 4096  # elements of a tensor: some 50 us
 def samples_of(tensors: Sequence[torch.Tensor | None], most: int = _MOST) -> Samples:
     """Up to `most` elements of each tensor, of all of its parts, as flat CPU tensors. Waits for devices, once a dtype.
 
-    None of what has no elements to be read one by one: sparse, quantized, nested, of a subclass that wraps others.
+    None of what has no elements to be read one by one: sparse, quantized, nested, of a subclass that computes by itself.
     """
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         samples = [_sample(tensor, most) for tensor in tensors]
         away: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, sample in enumerate(samples):
@@ -61,9 +61,9 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _sample(tensor: torch.Tensor | None, most: int) -> torch.Tensor | None:
-    if tensor is None or tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    if tensor is None or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
-    if is_traceable_wrapper_subclass(tensor) or _is_captured(tensor):
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or _is_captured(tensor):
         return None
     sample = tensor.detach()
     for dim, (extent, taken) in enumerate(zip(sample.shape, _taken(sample.shape, most), strict=True)):
