@@ -174,7 +174,8 @@ POINTWISE = {
     "pow": (lambda x: x.square().add(1).pow(1.5), [IMAGE]),
 }
 CASES = REDUCTIONS | ALONG | LOSSES | POINTWISE
-ONCE = {"max", "amax", "amin_h", "aminmax", "aminmax_w", "norm_inf", "hardsigmoid"}  # what is not smooth has no second derivative to compare
+# What is not smooth has no second derivative to compare.
+ONCE = {"max", "amax", "amin_h", "aminmax", "aminmax_w", "norm_inf", "hardsigmoid"}
 
 
 def run_case(name, mesh, kwargs):
