@@ -162,6 +162,31 @@ def test_models_that_part(axes, how, when, name):
     )
 
 
+class _Calibrated(nn.Module):
+    """Keeps what belongs to the images of a data rank as a parameter that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.gain = nn.Parameter(torch.ones(2, 1, 1), requires_grad=False)
+
+    def forward(self, image):
+        return self.gain * self.conv(image)
+
+
+def _train_calibrated():
+    layout = make_layout({"dp": 2, "h": 2})
+    model = torchtp.parallelize(_Calibrated(), layout)
+    for step in range(1, 9):
+        model.gain.data = torch.full((2, 1, 1), float(step + layout.data_rank))
+        model(_image(layout.data_rank)).sum().backward()
+    return model.gain.flatten().tolist()
+
+
+def test_what_is_not_trained_may_be_a_data_rank_s_own():
+    assert run_ranks(_train_calibrated, 4, timeout=LIMIT) == [[8.0, 8.0], [8.0, 8.0], [9.0, 9.0], [9.0, 9.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_rounding_is_no_difference(dtype):
     one = torch.randn(50, dtype=torch.float64).to(dtype)

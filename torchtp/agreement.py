@@ -118,14 +118,14 @@ class Agreement:
             difference = _first_difference(self._everyone, tensors)
             raise ValueError(f"the modules of the ranks differ: {difference}; build the same module on all ranks")
 
-    def check_parameters(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    def check_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise ValueError on all ranks of all images if some have another value of a parameter than the first. Collective."""
         if _is_alone(self._everyone):
             return
-        samples = samples_of(parameters, _MOST_OF_A_PARAMETER)
+        samples = samples_of([parameter for _, parameter in named], _MOST_OF_A_PARAMETER)
         rows = self._gather(self._everyone, _encode(Call(), digest_of(samples)))
         if any(row[_VALUES] != rows[0][_VALUES] for row in rows):
-            what = [f"parameter {name!r}" for name in names]
+            what = [f"parameter {name!r}" for name, _ in named]
             apart = _first_apart(self._everyone, what, samples)
             if apart:
                 raise ValueError(

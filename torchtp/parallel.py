@@ -186,7 +186,12 @@ class _State:
             self._written.settle(module, agreed.written)
             self._trained += 1
             if _is_due(self._trained):
-                self.layout.agreement.check_parameters(reducer.names, reducer.parameters)
+                trained = [
+                    (name, one)
+                    for name, one in zip(reducer.names, reducer.parameters, strict=True)
+                    if one.requires_grad
+                ]
+                self.layout.agreement.check_parameters(trained)
         if self.layout.num_shards > 1 and not self._said_uncut and not any(map(is_image, tensors)):
             self._said_uncut = True
             notice.uncut(type(module).__name__, repr(self.layout))
