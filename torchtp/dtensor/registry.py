@@ -65,9 +65,16 @@ def _enter(table: dict[str, Handler], names: tuple[str, ...], handler: Handler) 
         if not hasattr(torch.ops.aten, packet):
             continue  # not in this torch
         for each in getattr(torch.ops.aten, packet).overloads():
-            if (each == (overload or "default")) if dot else ("out" not in each):
+            if (each == (overload or "default")) if dot else not _gives_out(packet, each):
                 table["aten::" + packet + ("" if each == "default" else "." + each)] = handler
     return handler
+
+
+def _gives_out(packet: str, overload: str) -> bool:
+    """Whether it is the form of an op that takes `out=`, which most, but not all, are named for."""
+    if overload == "default" or "out" in overload:
+        return overload != "default"
+    return any(argument.is_out for argument in torch._C._get_schema(f"aten::{packet}", overload).arguments)
 
 
 def install(name: str, handler: Handler) -> None:
