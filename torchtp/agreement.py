@@ -88,9 +88,9 @@ class Agreement:
             apart = _first_apart(group, [_told(one) for one in call.tensors], samples)
             if apart:
                 return (
-                    f"the ranks that cut one image hold different ones: {apart}; give all of them the same, by samplers "
-                    "and augmentations that go by layout.data_rank and not by the rank, or cut tiles of one image with "
-                    "layout.from_tile"
+                    f"the ranks that cut one image hold different ones: {apart}; give all of them the same by seeding "
+                    "generators, samplers and augmentations by layout.data_rank, not by the rank, or cut tiles of one "
+                    "image with layout.from_tile"
                 )
         return ""
 
