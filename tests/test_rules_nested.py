@@ -94,6 +94,7 @@ SEQUENCES = {  # of one image, which leaves no images to cut instead; with the s
     "positions": (lambda x, p: (tokens(x) + p).square(), [(1, 48, 4)]),
     "pieces": (lambda x: torch.cat([x.flatten(2)[:, 1:3], x.flatten(2).narrow(1, 0, 2) * 2], 1).sin(), []),
     "convolution_after": (lambda x, w: F.conv2d(image_of(tokens(x).sin(), x), w, padding=1), [(3, 4, 3, 3)]),
+    "shapes_in_place": (lambda x: x.flatten(2).clone().transpose_(1, 2).squeeze_(0).mul_(2).unsqueeze_(0).sin(), []),
     "and_back_again": (lambda x: x * image_of(tokens(x).exp(), x) + F.max_pool2d(x, 3, 1, 1), []),
 }  # fmt: skip
 ONCE = {"block", "scores", "norms", "pooled"}  # the second derivatives of norms and softmax gather; extremes have none

@@ -35,6 +35,7 @@ aten = torch.ops.aten
 
 
 @rule("unsqueeze_", "squeeze_", "transpose_", "t_")
+@takes_nested
 def reshape_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Upstream has none; double backward of the norms and recurrent layers call them."""
     name, overload = op._schema.name[6:-1], op._overloadname
