@@ -57,10 +57,10 @@ class Agreement:
         So it does if some ranks alone have a part of the module that is new, and if samples of their tensors are apart by
         more than rounding. Collective over the spatial group; over all data ranks too where a rank of the image asks for it.
         """
-        rows = [_encode(call)]
-        told = call.complaint
-        if not _is_alone(self._spatial):
-            samples = [] if told else call.held()
+        if _is_alone(self._spatial):
+            rows, told = [_encode(call)], call.complaint
+        else:
+            samples = [] if call.complaint else call.held()
             rows = self._gather(self._spatial, _encode(call, digest_of(samples)))
             told = self._what_is_wrong(call, samples, rows)
         notes = [row[_NOTE] for row in rows]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from torchtp.digest import digest
+from torchtp.digest import bytes_of, digest
 from torchtp.layout import Layout
 
 try:
@@ -90,7 +90,7 @@ class _Torch:
         return self.state()
 
     def state(self) -> bytes:
-        return _bytes(self._module.get_rng_state(*self._which))
+        return bytes_of(self._module.get_rng_state(*self._which))
 
     def restore(self, state: bytes) -> None:
         self._module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), *self._which)
@@ -175,9 +175,5 @@ def _of_the_first(own: list[bytes], layout: Layout) -> list[bytes]:
     if torch.device("cpu") not in group._device_types:
         message = message.to(layout.device)
     dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
-    states = _bytes(message.cpu())
+    states = bytes_of(message.cpu())
     return [states[begin:end] for begin, end in pairwise(accumulate(map(len, own), initial=0))]
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtp.digest import digest
+from torchtp.digest import bytes_of, digest
 
 Samples = list["torch.Tensor | None"]  # one for each tensor, none of what is not compared
 
@@ -38,7 +37,7 @@ def samples_of(tensors: Sequence[torch.Tensor | None], most: int = _MOST) -> Sam
 def digest_of(samples: Samples) -> int:
     """63 bits that ranks have alike whose samples are the same to the bit; 0 if there is none."""
     read = [sample for sample in samples if sample is not None]
-    return digest(b"\0".join(map(_bytes, read))) if read else 0
+    return digest(b"\0".join(map(bytes_of, read))) if read else 0
 
 
 def difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
@@ -86,7 +85,3 @@ def _taken(shape: torch.Size, most: int) -> list[int]:
 def _is_captured(tensor: torch.Tensor) -> bool:
     """Whether work on the tensor's device goes into a graph, in which nothing can be waited for."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _bytes(sample: torch.Tensor) -> bytes:
-    return ctypes.string_at(sample.data_ptr(), sample.nbytes)

@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_of
 from torchtp.dtensor.moving import Recut, gathers, put_into, recut_tensor
-from torchtp.dtensor.parts import linked
+from torchtp.dtensor.parts import linked_by_way
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
@@ -163,9 +162,4 @@ def _link(op: Op, handler: Handler, whole: DTensor, part: DTensor, others: Any, 
         views = handler(op, (tensor, *others[0]), others[1])
         return views if index is None else views[index]
 
-    def put(part: DTensor, whole: DTensor) -> None:
-        moved = flat(op, whole)
-        torch.ops.aten.copy_.default(view_of(moved), part)
-        put_into(moved, whole)
-
-    linked(whole, part, lambda whole: view_of(flat(op, whole)), put)
+    linked_by_way(whole, part, view_of, lambda whole: flat(op, whole), put_into)

@@ -80,6 +80,23 @@ def linked(whole: DTensor, part: DTensor, take: Take, put: Put) -> DTensor:
     return part
 
 
+def linked_by_way(
+    whole: DTensor,
+    part: DTensor,
+    view_of: Take,
+    moved: Take,
+    put_back: Callable[[DTensor, DTensor], None],
+) -> DTensor:
+    """The same of what `view_of` gives of a whole that was `moved` for it, a copy that `put_back` writes into the whole."""
+
+    def put(part: DTensor, whole: DTensor) -> None:
+        there = moved(whole)
+        torch.ops.aten.copy_.default(view_of(there), part)
+        put_back(there, whole)
+
+    return linked(whole, part, lambda whole: view_of(moved(whole)), put)
+
+
 def is_linked(part: DTensor) -> bool:
     """Whether the tensor lies in memory that is known as a copy of elements of another one."""
     memory = getattr(local_of(part).untyped_storage(), _ATTRIBUTE, None)

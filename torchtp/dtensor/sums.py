@@ -9,7 +9,7 @@ import torch
 
 from torchtp.dtensor.cut import axes_of, sums_done
 from torchtp.dtensor.moving import recut_tensor
-from torchtp.dtensor.parts import is_linked, linked
+from torchtp.dtensor.parts import is_linked, linked_by_way
 from torchtp.dtensor.upstream import DTensor, Op, Partial, local_of, spec_of
 
 Handler = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
@@ -68,12 +68,7 @@ def _link(op: Op, handler: Handler, whole: DTensor, part: DTensor, others: Any, 
         views = handler(op, (whole, *others[0]), others[1])
         return views if index is None else views[index]
 
-    def put(part: DTensor, whole: DTensor) -> None:
-        done = sum_done(whole)
-        aten.copy_.default(view_of(done), part)
-        _put(done, whole)
-
-    linked(whole, part, lambda whole: view_of(sum_done(whole)), put)
+    linked_by_way(whole, part, view_of, sum_done, _put)
 
 
 def _put(done: DTensor, target: DTensor) -> None:
