@@ -124,6 +124,15 @@ def cost_volume(y, z):
     return volume.sum(2)
 
 
+def larger_canvas(y, z):
+    """As detectors make a batch of images of several sizes."""
+    n, c, h, w = y.shape
+    canvas = y.new_full((n, c, h + 3, w + 20), 0.5)
+    for i in range(n):
+        canvas[i, :, :h, :w].copy_(y[i])
+    return canvas[..., :h, :w] * z + canvas[..., -h:, -w:]
+
+
 def plain_canvas(y, z):
     canvas = torch.zeros(y.shape, dtype=torch.float64)
     canvas[..., 2:] = (y * z)[..., :-2]
@@ -185,6 +194,7 @@ CASES = [
     copies_of_diagonals,
     canvas_like_the_image,
     cost_volume,
+    larger_canvas,
     plain_canvas,
     plain_canvas_by_numbers,
     plain_canvas_at_cut_places,

@@ -30,7 +30,7 @@ from torchtp.dtensor.wrapping import wrap
 aten, ops = torch.ops.aten, torch.ops.torchtp
 
 _OF_INPUT, _OF_GRID = (0, None, 2, 3), (0, 2, 3, None)
-_NEAREST, _BICUBIC = 1, 2
+_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _REFLECTION = 2
 _OF_CUDNN = (0, 0, True)  # bilinear, zeros beside the image, corners aligned
 _NOBODY = -(1 << 62)  # less than any begin or end
@@ -86,11 +86,11 @@ def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements]
     return lead.device_mesh, placements, of_grid
 
 
-def _intervals(
-    pixels: torch.Tensor, extent: int, mode: int, mesh: DeviceMesh, over: list[int]
+def wanted_rows(
+    pixels: torch.Tensor, extent: int, mesh: DeviceMesh, over: list[int], mode: int = _BILINEAR
 ) -> tuple[list[int], list[int]]:
-    """What each rank of the first of the axes `over` wants: the union over the others, whose ranks pull along other dims
-    next. Without data, the most it can be."""
+    """What each rank of the first of the axes `over` wants, which samples at `pixels`: the union over the others, whose ranks
+    pull along other dims next. Without data, the most it can be."""
     axes = axes_of(mesh)
     size, rank = axes.sizes[over[0]], axes.ranks[over[0]]
     if pixels.is_meta:
@@ -121,7 +121,7 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool) -> _Pul
         begin, size = 0, extent
         if cut is not None and dim in cut.dims:
             which = cut.dims.index(dim)
-            begins, ends = _intervals(pixels, extent, mode, mesh, cut.axes[which:])
+            begins, ends = wanted_rows(pixels, extent, mesh, cut.axes[which:], mode)
             pulls.append((dim, extent, begins, ends, cut.groups[which]))
             window = ops.pull(window, *pulls[-1])
             begin = begins[mesh.get_local_rank(cut.axes[which])]

@@ -1,4 +1,4 @@
-"""Tensors made after a cut one, as a cost volume or a canvas is: cut like it where their last dims have its extents."""
+"""Tensors made after a cut one, as a cost volume or a canvas is: cut like it where their last dims have its extents or greater ones."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for axis, placement in enumerate(spec.placements):
         if not plain_shard(placement):
             placements.append(Replicate() if isinstance(placement, Partial) else placement)
-        elif shape[placement.dim + more] != tensor.size(placement.dim) and not in_backward():
-            # In a backward it is for what the tensor was made a part of (rfft, gather), and cut as that was.
+        elif shape[placement.dim + more] < tensor.size(placement.dim) and not in_backward():
+            # Greater is what images are padded in; less may be anything. In a backward it is for what the tensor was made a
+            # part of (rfft, gather), and cut as that was.
             placements.append(Replicate())
         else:
             dim = placement.dim + more

@@ -26,6 +26,10 @@ RULES: dict[str, Handler] = {}
 SPATIAL_RULES: dict[str, Handler] = {}
 # Composite ops, which are taken apart before DTensor sees them, where their parts would do the wrong thing to a cut one.
 COMPOSITE_RULES: dict[str, Handler] = {}
+# Ops of other libraries: "torchvision::roi_align" -> handler; and what derives them in place of the library's own function, which it
+# is left to where the handler gives NotImplemented.
+LIBRARY_RULES: dict[str, Handler] = {}
+LIBRARY_FUNCTIONS: dict[str, Handler] = {}
 _libraries: dict[str, torch.library.Library] = {}
 _custom: set[str] = set()
 # Namespaces of torch and of torchtp itself.
@@ -57,6 +61,16 @@ def composite_rule(name: str) -> Callable[[Handler], Handler]:
         return handler
 
     return enter
+
+
+def library_rule(name: str) -> Callable[[Handler], Handler]:
+    """Enter a handler for an op of another library, whose name it has with its namespace."""
+    return lambda handler: LIBRARY_RULES.setdefault(name, handler)
+
+
+def library_function(name: str) -> Callable[[Handler], Handler]:
+    """Enter what derives such an op: a handler made of differentiable ops, which gives NotImplemented for what it leaves to the library."""
+    return lambda handler: LIBRARY_FUNCTIONS.setdefault(name, handler)
 
 
 def _enter(table: dict[str, Handler], names: tuple[str, ...], handler: Handler) -> Handler:
@@ -145,12 +159,18 @@ def install_spatial_rules(otherwise: Handler, left: tuple[str, ...], takes: Call
 def install_custom(otherwise: Handler) -> None:
     """Install `otherwise` for ops of other libraries, torchvision's or a user's own, where neither says what a DTensor is to them."""
     find = torch._library.simple_registry.singleton.find
+
+    def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (passthrough if is_known(op) else otherwise)(op, args, kwargs)
+
     for name in torch._C._dispatch_get_all_op_names():
         if name.split("::")[0] in _OF_TORCH or name in _custom:
             continue
         _custom.add(name)
         if find(name).torch_dispatch_rules.find(DTensor) is None:
-            install(name, lambda op, args, kwargs: (passthrough if is_known(op) else otherwise)(op, args, kwargs))
+            install(name, LIBRARY_RULES.get(name, unruled))
+            if name in LIBRARY_FUNCTIONS:
+                _install_function(name, LIBRARY_FUNCTIONS[name])
 
 
 def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]) -> None:
@@ -163,6 +183,24 @@ def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]
     library = _libraries.setdefault("aten, kernels", torch.library.Library("aten", "IMPL"))
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
         library.impl(name, kernel, key)
+
+
+def _install_function(name: str, handler: Handler) -> None:
+    namespace, _, packet = name.partition("::")
+    op = getattr(getattr(torch.ops, namespace), packet).default
+    handler = guarded_composite(handler)
+    library = _libraries.setdefault(namespace + ", kernels", torch.library.Library(namespace, "IMPL"))
+    for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
+        theirs = torch.library.get_kernel(op, key)
+
+        def kernel(keys: Any, *args: Any, theirs: Any = theirs, **kwargs: Any) -> Any:
+            if tracing() is None and any(isinstance(arg, DTensor) for arg in args):
+                result = handler(op, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            return theirs.call_boxed(keys, *args, **kwargs)
+
+        library.impl(packet, kernel, key, with_keyset=True)
 
 
 @cache
