@@ -5,7 +5,9 @@
     python -m benchmarks.networks --mesh h=3 --mesh h=2,w=2
 
 Nothing is timed. `error` is the largest difference of an output or a gradient, as a share of the largest number in it (of a gradient: at
-least 1e-4 of the largest gradient, for some are nothing but rounding). What is gathered is told with its bytes, on each rank.
+least 1e-4 of the largest gradient, for some are nothing but rounding). `kept` is what autograd keeps for backward on the fullest rank, as a
+share of one device's: where it is much more than one by the number of ranks the network went on whole somewhere. What is gathered is told
+with its bytes, on each rank.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torchtp
 from benchmarks.common import parser, report
 from benchmarks.library_networks import Network, networks
 from torchtp.dtensor.notice import told_to
+from torchtp.measure import SavedBytes
 from torchtp.testing import run_ranks
 
 Row = dict[str, Any]
@@ -53,16 +56,18 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _step(module: nn.Module, image: Tensor) -> list[Tensor]:
-    """The outputs; afterwards the parameters have the gradients of a weighted sum of all of them."""
-    outputs = _tensors(module(image))
+def _step(module: nn.Module, image: Tensor) -> tuple[list[Tensor], int]:
+    """The outputs and the bytes kept for backward; afterwards the parameters have the gradients of a weighted sum of all of them."""
+    with SavedBytes(exclude=[*module.parameters(), image]) as saved:
+        outputs = _tensors(module(image))
+    kept = saved.num_bytes
     total = torch.zeros((), dtype=torch.float64)
     for number, output in enumerate(output for output in outputs if output.requires_grad):
         generator = torch.Generator().manual_seed(number)
         weight = torch.rand(output.shape, generator=generator, dtype=output.dtype)
         total = total + (output * weight).sum() / output.numel() ** 0.5
     total.backward()
-    return outputs
+    return outputs, kept
 
 
 def _error(mine: Tensor, reference: Tensor, least: float = 0.0) -> float:
@@ -77,13 +82,13 @@ def _compare(network: Network, axes: Axes) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one = _made(network)
-        expected = _step(one, image)
+        expected, kept_by_one = _step(one, image)
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         layout = torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
         gathered: list[int] = []
         with told_to(lambda op, shape, dtype: gathered.append(shape.numel() * dtype.itemsize)):
             cut = torchtp.parallelize(_made(network), layout, output="full")
-            outputs = _step(cut, image)
+            outputs, kept = _step(cut, image)
     if len(outputs) != len(expected):
         raise AssertionError(f"{len(outputs)} outputs, not {len(expected)}")
     errors = [_error(mine.detach(), reference.detach()) for mine, reference in zip(outputs, expected, strict=True)]
@@ -94,7 +99,12 @@ def _compare(network: Network, axes: Axes) -> Row:
             raise AssertionError(f"{name} has a gradient on one side only")
         if parameter.grad is not None:
             errors.append(_error(parameter.grad, references[name], least))
-    return {"error": max(errors), "gathers": len(gathered), "gathered_bytes": sum(gathered)}
+    return {
+        "error": max(errors),
+        "kept_share": kept / kept_by_one,
+        "gathers": len(gathered),
+        "gathered_bytes": sum(gathered),
+    }
 
 
 def compare(library: str, name: str, axes: Axes) -> Row:
@@ -103,7 +113,8 @@ def compare(library: str, name: str, axes: Axes) -> Row:
     try:
         return _compare(network, axes)
     except Exception as error:
-        return {"error": float("inf"), "gathers": 0, "gathered_bytes": 0, "failure": f"{type(error).__name__}: {error}"}
+        failure = f"{type(error).__name__}: {error}"
+        return {"error": float("inf"), "kept_share": 1.0, "gathers": 0, "gathered_bytes": 0, "failure": failure}
 
 
 def _version(library: str) -> str | None:
@@ -142,6 +153,7 @@ def main() -> int:
             on_ranks, math.prod(axes.values()), network.library, network.name, axes, backend="torchtp", timeout=300.0
         )
         worst = max(found, key=lambda row: row["error"])
+        worst["kept_share"] = max(row["kept_share"] for row in found)
         mesh = ",".join(f"{name}={number}" for name, number in axes.items())
         rows.append(
             {"library": network.library, "network": network.name, "shape": list(network.shape), "mesh": mesh, **worst}
@@ -155,6 +167,7 @@ def main() -> int:
             "shape": lambda row: "x".join(map(str, row["shape"])),
             "mesh": lambda row: row["mesh"],
             "error": lambda row: row.get("failure", f"{row['error']:.0e}")[:80],
+            "kept": lambda row: f"{row['kept_share']:.2f}",
             "gathers": lambda row: f"{row['gathers']} ({row['gathered_bytes'] / 2**20:.1f} MiB)" if row["gathers"] else "-",
         },
         args.out,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rules import DATA_W, HW, W2, W3, check, num_ranks
+from rules import DATA_W, H2, HW, W2, W3, check, num_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -13,6 +13,7 @@ import torchtp
 from torchtp.testing import run_ranks
 
 IMAGE = (2, 4, 9, 11)
+H3 = ((3,), (2,))
 
 
 def labels(seed=3, classes=4):
@@ -194,6 +195,29 @@ def test_elementwise_and_reducing_ops_match_reference_without_a_gather(name, mes
 @pytest.mark.parametrize("name", ["mean", "mean_hw", "var", "mse", "cross_entropy_weighted", "gate"])
 def test_a_cut_batch_counts_too(name):
     run_ranks(run_case, num_ranks(DATA_W), name, DATA_W, {})
+
+
+# Tokens in the order of what they are pooled over, as a pyramid of attention has them: the dim that is cut is the short one.
+FEW = {
+    "amax": lambda x: x.unflatten(2, (3, 4)).amax(2),
+    "mean": lambda x: x.unflatten(2, (4, 3)).mean(2, keepdim=True),
+    "var": lambda x: x.unflatten(2, (2, 6)).var(2),
+    "norm": lambda x: torch.linalg.vector_norm(x.unflatten(2, (3, 2, 2)), dim=2),
+    "any": lambda x: (x.detach() > 1).unflatten(2, (6, 2)).any(2),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2).unflatten(1, (4, 3, 11)).sum(1),
+}
+
+
+def run_few(name, mesh):
+    torchtp.dtensor.mark(init_device_mesh("cpu", mesh[0]), range(len(mesh[0])))
+    torch.manual_seed(0)
+    check(FEW[name], mesh, [torch.randn(2, 4, 12, 11).double()], double=name != "amax", cut_output=True)
+
+
+@pytest.mark.parametrize("mesh", [H2, H3, HW], ids=["h2", "h3", "h2_w2"])
+@pytest.mark.parametrize("name", FEW)
+def test_what_is_reduced_over_few_rows_stays_cut(name, mesh):
+    run_ranks(run_few, num_ranks(mesh), name, mesh)
 
 
 def run_prelu():

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, full_of
+from torchtp.dtensor.cut import Placements, axes_of, full_of, sums_done
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
-from torchtp.dtensor.shape import summed, taken
+from torchtp.dtensor.shape import taken
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
@@ -21,6 +21,7 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     in_backward,
+    local_of,
     passthrough,
     plain_shard,
     spec_of,
@@ -29,16 +30,20 @@ from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 
+_FEW = 8  # rows
+
 
 class Reduced:
     """Where a reduction of a cut tensor over `dims` (None or empty: all) leaves things."""
 
     def __init__(self, tensor: DTensor, dims: Any, keepdim: bool):
-        self.local, self.mesh, self.cut = summed(tensor)
         num_dims = tensor.dim()
         if dims is None or dims == []:
             dims = range(num_dims)
         self.dims = sorted({dim % num_dims for dim in ([dims] if isinstance(dims, int) else dims)})
+        elsewhere = _cut_elsewhere(tensor, self.dims)
+        self.mesh, self.cut = tensor.device_mesh, elsewhere or sums_done(spec_of(tensor).placements)
+        self.local = recut(local_of(tensor), spec_of(tensor), self.cut)
         self.axes = [axis for axis, p in enumerate(self.cut) if plain_shard(p) and p.dim in self.dims]
         self.count = math.prod(tensor.size(dim) for dim in self.dims)
         self.shape = torch.Size(
@@ -64,6 +69,21 @@ class Reduced:
     @property
     def partial(self) -> Placements:
         return tuple(Partial() if axis in self.axes else p for axis, p in enumerate(self.placements))
+
+
+def _cut_elsewhere(tensor: DTensor, dims: list[int]) -> Placements | None:
+    """How a tensor is cut instead that is reduced over few rows of the dim that is cut: what is left is nearly as large, and
+    every rank would hold all of it from then on. Not for dims of images, whose reductions are vectors."""
+    if len(dims) != 1 or tensor.size(dims[0]) > _FEW or tensor.dim() < 4 or (tensor.dim() == 4 and dims[0] > 1):
+        return None
+    placements = sums_done(spec_of(tensor).placements)
+    cut = [placement.dim for placement in placements if plain_shard(placement)]
+    if cut.count(dims[0]) != 1 or in_backward():
+        return None
+    axis = next(axis for axis, p in enumerate(placements) if plain_shard(p) and p.dim == dims[0])
+    num_ranks = axes_of(tensor.device_mesh).sizes[axis]
+    free = [dim for dim in range(tensor.dim() - 1) if dim not in cut and tensor.size(dim) >= num_ranks]
+    return (*placements[:axis], Shard(max(free, key=tensor.size)), *placements[axis + 1 :]) if free else None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
