@@ -211,8 +211,57 @@ def _losses_and_filters() -> list[Network]:
     return [*made, Network("lpips", "LPIPS, AlexNet", (1, 3, 96, 96), lpips)]
 
 
+def _torchvision() -> list[Network]:
+    def made(name: str, **options: Any) -> nn.Module:
+        return import_module("torchvision.models").get_model(name, weights=None, **options)
+
+    def detector(name: str, **options: Any) -> Callable[[], nn.Module]:
+        """In training: its losses for two images, which it resizes and pads to a multiple of 32."""
+        boxes = torch.tensor([[10.0, 12, 60, 90], [70, 20, 150, 120], [5.5, 60.25, 33, 100]], dtype=torch.float64)
+
+        def losses(module: nn.Module, images: Tensor) -> Any:
+            masks = torch.zeros(3, *images.shape[2:], dtype=torch.uint8)
+            masks[:, 20:70, 15:80] = 1
+            targets = [{"boxes": boxes + i, "labels": torch.tensor([1, 2, 3]), "masks": masks} for i in range(2)]
+            return module(list(images), targets)
+
+        return lambda: Called(made(name, weights_backbone=None, num_classes=4, **options), losses)
+
+    sizes = {"min_size": 128, "max_size": 200}
+    detectors = [
+        ("fasterrcnn_mobilenet_v3_large_fpn", sizes), ("maskrcnn_resnet50_fpn", sizes), ("retinanet_resnet50_fpn", sizes),
+        ("fcos_resnet50_fpn", sizes), ("ssdlite320_mobilenet_v3_large", {}),
+    ]  # fmt: skip
+    others: list[tuple[str, Shape, dict[str, Any]]] = [
+        ("deeplabv3_mobilenet_v3_large", (2, 3, 128, 128), {"weights_backbone": None, "num_classes": 4}),
+        ("r3d_18", (1, 3, 8, 64, 64), {}),
+        ("swin_v2_t", (1, 3, 128, 128), {}),
+        ("maxvit_t", (1, 3, 224, 224), {}),
+    ]
+    return [
+        *(Network("torchvision", name, (2, 3, 128, 160), detector(name, **options)) for name, options in detectors),
+        *(
+            Network("torchvision", name, shape, lambda name=name, options=options: made(name, **options))  # type: ignore[misc]
+            for name, shape, options in others
+        ),
+    ]
+
+
+def _timm() -> list[Network]:
+    sizes = {
+        "test_convnext": 160, "test_coatnet": 160, "test_nfnet": 160, "test_vit": 160, "hiera_tiny_224": 224, "pvt_v2_b0": 128,
+        "mobilevit_xxs": 128, "efficientvit_m0": 224, "edgenext_xx_small": 128, "poolformer_s12": 128, "mvitv2_tiny": 224,
+        "xcit_nano_12_p8_224": 224, "gcvit_xxtiny": 224, "davit_tiny": 128,
+    }  # fmt: skip
+    return [
+        Network("timm", name, (2, 3, size, size), _of("timm", "create_model", model_name=name, num_classes=10))
+        for name, size in sizes.items()
+    ]
+
+
 def networks() -> list[Network]:
     """All of them, whether their libraries are installed or not."""
     return [
         *_segmentation_models(), *_monai(), *_diffusers(), *_transformers(), *_detectors(), *_losses_and_filters(),
+        *_torchvision(), *_timm(),
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torchtp.dtensor.upstream import (
     DTensor,
     DTensorSpec,
     Partial,
+    Placement,
     Replicate,
+    Shard,
     local_of,
     make_spec,
     plain_shard,
@@ -113,16 +115,53 @@ def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> tor
     shape = spec.tensor_meta.shape
     if not axes_of(mesh).ranks:
         return redistributed(local, spec, placements)
-    for axis, (old, new) in enumerate(zip(spec.placements, placements, strict=True)):
-        if old == new or not plain_shard(old) or not plain_shard(new):
-            continue
-        # Inside of what outer axes have cut of these dims, parts are swapped as if there were nothing else.
-        if not any(place.is_shard(dim) for place in now[axis + 1 :] for dim in (old.dim, new.dim)):
-            begin, end = interval(mesh, tuple(now[:axis]), old.dim, shape[old.dim])
-            local = swapped(local, mesh, axis, old.dim, end - begin, new.dim)
-            now[axis] = new
+    steps = _swaps(now, placements, shape)
+    for axis, dim in steps:
+        old = now[axis]
+        assert isinstance(old, Shard)
+        begin, end = interval(mesh, tuple(now[:axis]), old.dim, shape[old.dim])
+        local = swapped(local, mesh, axis, old.dim, end - begin, dim)
+        now[axis] = Shard(dim)
     swaps = make_spec(mesh, tuple(now), shape, spec.tensor_meta.stride, spec.tensor_meta.dtype)
     return redistributed(local, swaps, placements)
+
+
+def _swaps(before: Sequence[Placement], after: Placements, shape: torch.Size) -> list[tuple[int, int]]:
+    """The axes that are to cut another dim and this dim, in an order in which none has to know of what inner axes cut.
+
+    Inside of what outer axes have cut of two dims, parts are swapped as if there were nothing else. Where axes take each
+    other's dims, one cuts a third dim meanwhile, if there is one. What has no such order is left out.
+    """
+    now, steps, gave_way = list(before), [], False
+
+    def may_cut(axis: int, dim: int) -> bool:
+        old = now[axis]
+        return plain_shard(old) and not any(p.is_shard(d) for p in now[axis + 1 :] for d in (old.dim, dim))
+
+    while True:
+        others = [
+            (axis, new.dim)
+            for axis, new in enumerate(after)
+            if plain_shard(new) and plain_shard(now[axis]) and new != now[axis]
+        ]
+        step = next((step for step in others if may_cut(*step)), None)
+        if step is None and others and not gave_way:
+            gave_way = True
+            held = {place.dim for place in (*now, *after) if isinstance(place, Shard)}
+            free = [dim for dim in range(len(shape)) if dim not in held]
+            if len(others) > 1 and free:
+                step = next(
+                    (
+                        (axis, max(free, key=lambda dim: shape[dim]))
+                        for axis, _ in others[::-1]
+                        if may_cut(axis, free[0])
+                    ),
+                    None,
+                )
+        if step is None:
+            return steps
+        steps.append(step)
+        now[step[0]] = Shard(step[1])
 
 
 def recut_tensor(tensor: DTensor, placements: Placements) -> DTensor:
