@@ -132,7 +132,7 @@ def _swaps(before: Sequence[Placement], after: Placements, shape: torch.Size) ->
     Inside of what outer axes have cut of two dims, parts are swapped as if there were nothing else. Where axes take each
     other's dims, one cuts a third dim meanwhile, if there is one. What has no such order is left out.
     """
-    now, steps, gave_way = list(before), [], False
+    now, steps, gave_way = list(before), list[tuple[int, int]](), False
 
     def may_cut(axis: int, dim: int) -> bool:
         old = now[axis]
@@ -144,24 +144,18 @@ def _swaps(before: Sequence[Placement], after: Placements, shape: torch.Size) ->
             for axis, new in enumerate(after)
             if plain_shard(new) and plain_shard(now[axis]) and new != now[axis]
         ]
-        step = next((step for step in others if may_cut(*step)), None)
-        if step is None and others and not gave_way:
+        possible = [step for step in others if may_cut(*step)]
+        clear = [(axis, dim) for axis, dim in possible if not any(place.is_shard(dim) for place in now)]
+        if not clear and len(others) > 1 and not gave_way:
             gave_way = True
-            held = {place.dim for place in (*now, *after) if isinstance(place, Shard)}
-            free = [dim for dim in range(len(shape)) if dim not in held]
-            if len(others) > 1 and free:
-                step = next(
-                    (
-                        (axis, max(free, key=lambda dim: shape[dim]))
-                        for axis, _ in others[::-1]
-                        if may_cut(axis, free[0])
-                    ),
-                    None,
-                )
-        if step is None:
+            free = [dim for dim in range(len(shape)) if not any(p.is_shard(dim) for p in (*now, *after))]
+            longest = max(free, key=lambda dim: shape[dim], default=None)
+            clear = [(axis, longest) for axis, _ in others[::-1] if longest is not None and may_cut(axis, longest)]
+        if not (clear or possible):
             return steps
-        steps.append(step)
-        now[step[0]] = Shard(step[1])
+        axis, dim = (clear or possible)[0]
+        steps.append((axis, dim))
+        now[axis] = Shard(dim)
 
 
 def recut_tensor(tensor: DTensor, placements: Placements) -> DTensor:
