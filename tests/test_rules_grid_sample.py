@@ -19,8 +19,8 @@ IMAGE = (2, 4, 9, 11)
 
 def base(height=9, width=11, reach=1.0):
     """Of the whole image, each point where it is."""
-    rows, columns = torch.linspace(-reach, reach, height), torch.linspace(-reach, reach, width)
-    return torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1)[None].double()
+    rows, columns = (torch.linspace(-reach, reach, extent, dtype=torch.float64) for extent in (height, width))
+    return torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1)[None]
 
 
 def warped(x, flow, **kwargs):
@@ -56,6 +56,37 @@ CASES = {
         [IMAGE],
     ),
 }  # fmt: skip
+
+
+def run_still(padding, align_corners, size, rows, dtype):
+    """A flow of nothing: all samples lie at pixels, where the derivative by the flow is one of two."""
+    mesh = init_device_mesh("cpu", (size,))
+    torchtp.dtensor.mark(mesh, [0])
+    torch.manual_seed(0)
+    image, flow = torch.randn(1, 3, rows, 11).to(dtype), torch.zeros(1, 2, rows, 11).to(dtype)
+    reach = torch.tensor([1.0, 1.0]) if align_corners else torch.tensor([10 / 11, (rows - 1) / rows])
+
+    def loss(x, f):
+        grid = (base(rows, 11) * reach.double()).to(dtype) + f.permute(0, 2, 3, 1)
+        return F.grid_sample(x, grid, padding_mode=padding, align_corners=align_corners).sin().sum()
+
+    whole = [t.clone().requires_grad_() for t in (image, flow)]
+    cut = [distribute_tensor(t, mesh, [Shard(2)], src_data_rank=None).requires_grad_() for t in (image, flow)]
+    with torchtp.strict():
+        loss(*whole).backward()
+        loss(*cut).backward()
+    for mine, reference in zip(cut, whole, strict=True):
+        error = (mine.grad.full_tensor() - reference.grad).abs().max() / reference.grad.abs().max()
+        assert error < 5e3 * torch.finfo(dtype).eps, f"off by {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [9, 16, 37])
+@pytest.mark.parametrize("align_corners", [True, False], ids=["corners", "edges"])
+@pytest.mark.parametrize("padding", ["zeros", "border"])
+def test_a_flow_of_nothing_has_the_derivative_of_one_device(padding, align_corners, rows, dtype):
+    for size in (2, 3):
+        run_ranks(run_still, size, padding, align_corners, size, rows, dtype)
 
 
 def run_cudnn():

@@ -31,7 +31,7 @@ aten, ops = torch.ops.aten, torch.ops.torchtp
 
 _OF_INPUT, _OF_GRID = (0, None, 2, 3), (0, 2, 3, None)
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
-_REFLECTION = 2
+_BORDER, _REFLECTION = 1, 2
 _OF_CUDNN = (0, 0, True)  # bilinear, zeros beside the image, corners aligned
 _NOBODY = -(1 << 62)  # less than any begin or end
 
@@ -102,7 +102,34 @@ def wanted_rows(
     return [-begin for begin in begins], ends
 
 
-def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool) -> _Pulled | None:
+def _pixels(along: torch.Tensor, extent: int, align_corners: bool) -> torch.Tensor:
+    """Where along a dim of `extent` a grid points, to the last bit as the kernels of grid_sample have it: product and
+    difference are rounded once (`vec::fmadd` here, what compilers make of the two there)."""
+    if align_corners:
+        return along.add(1).mul((extent - 1) / 2)
+    return torch.full_like(along, -0.5).add_(along.add(1), alpha=extent / 2)
+
+
+def _on_their_side(places: torch.Tensor, size: int, first: bool, last: bool, border: bool) -> torch.Tensor:
+    """Places in a window, none so near to a pixel that it would be on its other side after it has been scaled to -1 ... 1 and back.
+
+    Derivatives have steps at pixels, and a flow that is still zero samples at nothing but pixels. By border padding, what is
+    at the first or last pixel of the image (`first`, `last`: whether the window has it) is as good as outside.
+    """
+    pixel = places.round()
+    margin = (
+        3 * torch.finfo(places.dtype).eps * size
+    )  # what six roundings of numbers up to 2, times half the size, can come to
+    below = places < pixel
+    if border and first:
+        below = below | (places <= 0)
+    if border and last:
+        below = below & (places < size - 1)
+    moved = torch.where(below, pixel - margin, pixel + margin)
+    return torch.where((places - pixel).abs() < margin, moved, places)
+
+
+def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding: int = 0) -> _Pulled | None:
     """What this rank samples, brought to it; None where input and grid are not cut alike. All ranks of the mesh call it."""
     meeting = _meeting(input, grid)
     if meeting is None:
@@ -115,9 +142,7 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool) -> _Pul
     columns, scales = [], []
     for dim in (2, 3):
         extent = input.size(dim)
-        pixels = own[..., 3 - dim].to(dtype).add(1).mul((extent - 1 if align_corners else extent) / 2)
-        if not align_corners:
-            pixels = pixels.sub(0.5)
+        pixels = _pixels(own[..., 3 - dim].to(dtype), extent, align_corners)
         begin, size = 0, extent
         if cut is not None and dim in cut.dims:
             which = cut.dims.index(dim)
@@ -127,7 +152,8 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool) -> _Pul
             begin = begins[mesh.get_local_rank(cut.axes[which])]
             size = window.size(dim)
         # The window's own coordinates, as without align_corners: -1 and 1 are its outer edges.
-        columns.append(pixels.sub(begin).mul(2).add(1).div(size).sub(1))
+        places = _on_their_side(pixels.sub(begin), size, begin == 0, begin + size == extent, padding == _BORDER)
+        columns.append(places.mul(2).add(1).div(size).sub(1))
         scales.append((extent - 1 if align_corners else extent) / size)
     moved = torch.stack(columns[::-1], -1)
     scale = moved.new_tensor(scales[::-1])
@@ -169,7 +195,7 @@ def _window_of(input: Any, grid: Any, mode: int, padding: int, align_corners: bo
     # The nearest pixel of a sample between two is a matter of the last bit; reflections may come from anywhere.
     if mode == _NEAREST or padding == _REFLECTION:
         return None
-    return pulled_window(input, grid, mode, align_corners)
+    return pulled_window(input, grid, mode, align_corners, padding)
 
 
 def _sampled(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
