@@ -29,7 +29,16 @@ def warped(x, flow, **kwargs):
     return F.grid_sample(x, base() + flow[:, :2].permute(0, 2, 3, 1) * 0.3, **kwargs)
 
 
+def warped_volume(x, flow, reach=(1, 1, 1), **kwargs):
+    """As networks that register volumes do it."""
+    kwargs = {"align_corners": True} | kwargs
+    places = [torch.linspace(-r, r, n, dtype=torch.float64) for r, n in zip(reach, x.shape[2:], strict=True)]
+    grid = torch.stack(torch.meshgrid(*places, indexing="ij")[::-1], -1)
+    return F.grid_sample(x, grid + flow.permute(0, 2, 3, 4, 1) * 0.3, **kwargs)
+
+
 FLOW = (2, 2, 9, 11)
+VOLUME = (1, 2, 5, 9, 11)
 CASES = {
     "near": (lambda x, f: warped(x, f * 0.2), [IMAGE, FLOW]),
     "far": (lambda x, f: warped(x, f * 4), [IMAGE, FLOW]),
@@ -48,6 +57,24 @@ CASES = {
     "constant_image": (lambda f: warped(torch.linspace(-1, 1, 792).double().view(IMAGE).sin(), f), [FLOW]),
     "one_row": (lambda x, f: warped(x[:, :, 4:5], f), [IMAGE, FLOW]),
     "flipped": (lambda x: F.grid_sample(x, -base().expand(2, -1, -1, -1), align_corners=True), [IMAGE]),
+    "nearest": (lambda x, f: warped(x, f, mode="nearest"), [IMAGE, FLOW]),
+    "nearest_between": (  # half of all samples lie between two pixels
+        lambda x: F.grid_sample(x, base(17, 21).expand(2, -1, -1, -1), mode="nearest", align_corners=True),
+        [IMAGE],
+    ),
+    "nearest_border": (
+        lambda x, f: warped(x, f * 4, mode="nearest", padding_mode="border", align_corners=False),
+        [IMAGE, FLOW],
+    ),
+    "volume": (lambda x, f: warped_volume(x, f), [VOLUME, (1, 3, 5, 9, 11)]),
+    "volume_far": (lambda x, f: warped_volume(x, f * 3, align_corners=False), [VOLUME, (1, 3, 5, 9, 11)]),
+    "volume_border": (lambda x, f: warped_volume(x, f * 3, padding_mode="border"), [VOLUME, (1, 3, 5, 9, 11)]),
+    "volume_still": (lambda x, f: warped_volume(x, f * 0), [VOLUME, (1, 3, 5, 9, 11)]),
+    "volume_still_edges": (
+        lambda x, f: warped_volume(x, f * 0, align_corners=False, reach=(4 / 5, 8 / 9, 10 / 11)),
+        [VOLUME, (1, 3, 5, 9, 11)],
+    ),
+    "volume_nearest": (lambda x, f: warped_volume(x, f, mode="nearest"), [VOLUME, (1, 3, 5, 9, 11)]),
     "affine": (
         lambda x: F.grid_sample(
             x, F.affine_grid(torch.eye(2, 3)[None].expand(2, -1, -1).double() * 0.9, list(x.shape), align_corners=False),

@@ -1,4 +1,4 @@
-"""F.grid_sample of cut images: each rank pulls the rows and columns that its part of the grid points at, and no more."""
+"""F.grid_sample of cut images and volumes: each rank pulls the rows and columns that its part of the grid points at, and no more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from torchtp.dtensor.wrapping import wrap
 
 aten, ops = torch.ops.aten, torch.ops.torchtp
 
-_OF_INPUT, _OF_GRID = (0, None, 2, 3), (0, 2, 3, None)
 _BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
 _BORDER, _REFLECTION = 1, 2
 _OF_CUDNN = (0, 0, True)  # bilinear, zeros beside the image, corners aligned
@@ -60,13 +59,15 @@ def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements]
     lead = input if is_spatial(input) else grid
     if not is_spatial(lead) or input.dtype != grid.dtype:
         return None
-    of_input = _OF_INPUT if lead is input else _OF_GRID  # the input's dim for each of the lead's
+    along = range(2, input.dim())
+    as_input, as_grid = (0, None, *along), (0, *along, None)  # the input's dim for each of theirs
+    of_lead = as_input if lead is input else as_grid
     cut: list[Any] = []
     for placement in spec_of(lead).placements:
         if isinstance(placement, (Replicate, Partial)):
             cut.append((Replicate(), Replicate()))
-        elif plain_shard(placement) and (dim := of_input[placement.dim]) is not None:
-            cut.append((Shard(dim), Shard(_OF_GRID.index(dim))))
+        elif plain_shard(placement) and (dim := of_lead[placement.dim]) is not None:
+            cut.append((Shard(dim), Shard(as_grid.index(dim))))
         else:
             return None
     placements, of_grid = (tuple(side) for side in zip(*cut, strict=True))
@@ -102,12 +103,16 @@ def wanted_rows(
     return [-begin for begin in begins], ends
 
 
-def _pixels(along: torch.Tensor, extent: int, align_corners: bool) -> torch.Tensor:
-    """Where along a dim of `extent` a grid points, to the last bit as the kernels of grid_sample have it: product and
-    difference are rounded once (`vec::fmadd` here, what compilers make of the two there)."""
+def _pixels(along: torch.Tensor, extent: int, align_corners: bool, fused: bool) -> torch.Tensor:
+    """Where along a dim of `extent` a grid points, to the last bit as the kernels of grid_sample have it.
+
+    Compilers make one rounding of a product and a difference (`fused`) but for the volumes of CPUs, as `add_` does with `alpha`.
+    """
     if align_corners:
         return along.add(1).mul((extent - 1) / 2)
-    return torch.full_like(along, -0.5).add_(along.add(1), alpha=extent / 2)
+    if fused:
+        return torch.full_like(along, -0.5).add_(along.add(1), alpha=extent / 2)
+    return along.add(1).mul(extent).sub(1).div(2)
 
 
 def _on_their_side(places: torch.Tensor, size: int, first: bool, last: bool, border: bool) -> torch.Tensor:
@@ -117,9 +122,7 @@ def _on_their_side(places: torch.Tensor, size: int, first: bool, last: bool, bor
     at the first or last pixel of the image (`first`, `last`: whether the window has it) is as good as outside.
     """
     pixel = places.round()
-    margin = (
-        3 * torch.finfo(places.dtype).eps * size
-    )  # what six roundings of numbers up to 2, times half the size, can come to
+    margin = 3 * torch.finfo(places.dtype).eps * size  # six roundings of numbers up to 2, times half the size
     below = places < pixel
     if border and first:
         below = below | (places <= 0)
@@ -140,9 +143,13 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
     cut = cut_of(mesh, placements, input.shape)
     pulls: list[tuple[int, int, list[int], list[int], str]] = []
     columns, scales = [], []
-    for dim in (2, 3):
+    num_dims = input.dim() - 2
+    for dim in range(2, input.dim()):
         extent = input.size(dim)
-        pixels = _pixels(own[..., 3 - dim].to(dtype), extent, align_corners)
+        fused = num_dims == 2 or own.is_cuda
+        pixels = _pixels(own[..., num_dims + 1 - dim].to(dtype), extent, align_corners, fused)
+        if mode == _NEAREST:
+            pixels = pixels.round()
         begin, size = 0, extent
         if cut is not None and dim in cut.dims:
             which = cut.dims.index(dim)
@@ -170,7 +177,7 @@ def _touched(pixels: torch.Tensor, extent: int, mode: int) -> tuple[int, int]:
     return begin, max(begin + 1, min(int(high.ceil()) + 1 + reach, extent))
 
 
-@spatial_rule("grid_sampler_2d")
+@spatial_rule("grid_sampler_2d", "grid_sampler_3d")
 def grid_sample(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _sampled(op, args, kwargs, bound(op, args, kwargs))
 
@@ -180,7 +187,7 @@ def cudnn_grid_sample(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _sampled(op, args, kwargs, (*bound(op, args, kwargs), *_OF_CUDNN))
 
 
-@spatial_rule("grid_sampler_2d_backward")
+@spatial_rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
 def grid_sample_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _gradients(op, args, kwargs, bound(op, args, kwargs))
 
@@ -192,8 +199,7 @@ def cudnn_grid_sample_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _window_of(input: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> _Pulled | None:
-    # The nearest pixel of a sample between two is a matter of the last bit; reflections may come from anywhere.
-    if mode == _NEAREST or padding == _REFLECTION:
+    if padding == _REFLECTION:  # may come from anywhere
         return None
     return pulled_window(input, grid, mode, align_corners, padding)
 
@@ -203,8 +209,9 @@ def _sampled(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     pulled = _window_of(input, grid, mode, padding, align_corners)
     if pulled is None:
         return unruled(op, args, kwargs)
-    local = aten.grid_sampler_2d(pulled.window, pulled.grid, mode, padding, False)
-    shape = torch.Size([*input.shape[:2], *grid.shape[1:3]])
+    sample = aten.grid_sampler_2d if input.dim() == 4 else aten.grid_sampler_3d
+    local = sample(pulled.window, pulled.grid, mode, padding, False)
+    shape = torch.Size([*input.shape[:2], *grid.shape[1:-1]])
     return wrap(local.to(input.dtype), pulled.mesh, pulled.placements, shape)
 
 
@@ -214,9 +221,8 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     if pulled is None:
         return unruled(op, args, kwargs)
     local = local_as(grad, pulled.mesh, pulled.placements).to(pulled.window.dtype)
-    of_window, of_grid = aten.grid_sampler_2d_backward(
-        local, pulled.window, pulled.grid, mode, padding, False, [wanted[0], True]
-    )
+    derive = aten.grid_sampler_2d_backward if input.dim() == 4 else aten.grid_sampler_3d_backward
+    of_window, of_grid = derive(local, pulled.window, pulled.grid, mode, padding, False, [wanted[0], True])
     of_input = None
     if wanted[0]:
         mine = pulled.give_back(of_window).to(input.dtype)
