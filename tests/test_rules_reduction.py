@@ -204,6 +204,9 @@ FEW = {
     "var": lambda x: x.unflatten(2, (2, 6)).var(2),
     "norm": lambda x: torch.linalg.vector_norm(x.unflatten(2, (3, 2, 2)), dim=2),
     "any": lambda x: (x.detach() > 1).unflatten(2, (6, 2)).any(2),
+    "max": lambda x: x.unflatten(2, (3, 4)).max(2).values,
+    "median": lambda x: x.unflatten(2, (3, 4)).median(2, keepdim=True).values,
+    "argmax": lambda x: x.detach().unflatten(2, (3, 4)).argmax(2),
     "tokens": lambda x: x.flatten(2).transpose(1, 2).unflatten(1, (4, 3, 11)).sum(1),
 }
 
@@ -211,7 +214,13 @@ FEW = {
 def run_few(name, mesh):
     torchtp.dtensor.mark(init_device_mesh("cpu", mesh[0]), range(len(mesh[0])))
     torch.manual_seed(0)
-    check(FEW[name], mesh, [torch.randn(2, 4, 12, 11).double()], double=name != "amax", cut_output=True)
+    check(
+        FEW[name],
+        mesh,
+        [torch.randn(2, 4, 12, 11).double()],
+        double=name not in ("amax", "max", "median"),
+        cut_output=True,
+    )
 
 
 @pytest.mark.parametrize("mesh", [H2, H3, HW], ids=["h2", "h3", "h2_w2"])

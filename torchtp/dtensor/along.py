@@ -11,7 +11,7 @@ from torchtp.dtensor.cut import Placements, axes_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, swapped
 from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
-from torchtp.dtensor.shape import resized, summed, taken, without
+from torchtp.dtensor.shape import is_hardly_reduced, resized, summed, taken, without
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
@@ -54,9 +54,12 @@ class Turn:
                 pieces[placement.dim] *= sizes[axis]
         others = [dim for dim in range(len(shape)) if dim not in dims]
         cut = [(axis, place.dim) for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
+        self.stays = is_hardly_reduced(shape, dims)  # cut as there, if one row is left
         self.possible = not cut or (bool(others) and len({dim for _, dim in cut}) == len(cut))
         for axis, dim in cut if self.possible else ():
-            other = max(others, key=lambda dim: shape[dim] / pieces[dim])
+            free = [dim for dim in others if pieces[dim] == 1 and shape[dim] >= sizes[axis]]
+            self.stays = self.stays and bool(free)  # what two axes cut lies otherwise than placements say
+            other = max(free if self.stays else others, key=lambda dim: shape[dim] / pieces[dim])
             pieces[other] *= sizes[axis]
             self.swaps.append(_Swap(axis, dim, other))
             self.possible = self.possible and shape[other] > 1
@@ -78,11 +81,13 @@ class Turn:
         return local, extents
 
     def back(self, local: torch.Tensor, extents: list[int]) -> tuple[torch.Tensor, Placements]:
-        """What was made of such a part, cut as in the beginning; where one row is left of a dim, whole on all ranks."""
+        """What was made of such a part, cut as in the beginning; where one row is left of a dim, whole on all ranks, or as it is."""
         placements = list(self.placements)
         for swap, extent in zip(reversed(self.swaps), reversed(extents), strict=True):
             if local.size(swap.dim) > 1:
                 local = swapped(local, self.mesh, swap.axis, swap.other, extent, swap.dim)
+            elif self.stays:
+                placements[swap.axis] = Shard(swap.other)
             else:
                 local = everywhere(local.contiguous(), self.mesh, swap.axis, swap.other, extent, 0, extent)
                 placements[swap.axis] = Replicate()

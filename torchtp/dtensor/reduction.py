@@ -12,7 +12,7 @@ from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
-from torchtp.dtensor.shape import taken
+from torchtp.dtensor.shape import is_hardly_reduced, taken
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
@@ -29,8 +29,6 @@ from torchtp.dtensor.upstream import (
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
-
-_FEW = 8  # rows
 
 
 class Reduced:
@@ -72,9 +70,8 @@ class Reduced:
 
 
 def _cut_elsewhere(tensor: DTensor, dims: list[int]) -> Placements | None:
-    """How a tensor is cut instead that is reduced over few rows of the dim that is cut: what is left is nearly as large, and
-    every rank would hold all of it from then on. Not for dims of images, whose reductions are vectors."""
-    if len(dims) != 1 or tensor.size(dims[0]) > _FEW or tensor.dim() < 4 or (tensor.dim() == 4 and dims[0] > 1):
+    """How a tensor is cut instead that is hardly reduced over the dim that is cut: every rank would hold the whole result."""
+    if not is_hardly_reduced(tensor.shape, dims):
         return None
     placements = sums_done(spec_of(tensor).placements)
     cut = [placement.dim for placement in placements if plain_shard(placement)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from torchtp.dtensor.wrapping import wrap, wrap_as_one_device
 
 aten = torch.ops.aten
 
+_FEW = 8  # rows
+
 
 def axis_cutting(placements: Placements, dim: int) -> int | None:
     """The mesh axis that cuts `dim`, if one does."""
@@ -45,6 +48,15 @@ def summed(tensor: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
     spec = spec_of(tensor)
     placements = sums_done(spec.placements)
     return redistributed(local_of(tensor), spec, placements), spec.mesh, placements
+
+
+def is_hardly_reduced(shape: torch.Size, dims: Collection[int]) -> bool:
+    """Whether what is left of a tensor that is reduced over `dims` is nearly as large, so that it had better stay cut: over few
+    rows of one dim. Not of an image's dims, whose reductions are vectors."""
+    if len(dims) != 1 or len(shape) < 4:
+        return False
+    (dim,) = dims
+    return shape[dim] <= _FEW and (len(shape) > 4 or dim < 2)
 
 
 def resized(shape: torch.Size, dim: int, extent: int) -> torch.Size:
