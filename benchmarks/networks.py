@@ -5,7 +5,7 @@
     python -m benchmarks.networks --mesh h=3 --mesh h=2,w=2
 
 Nothing is timed. `error` is the largest difference of an output or a gradient, as a share of the largest number in it (of a gradient: at
-least 1e-4 of the largest gradient, for some are nothing but rounding). `kept` is what autograd keeps for backward on the fullest rank, as a
+least 1e-4 of the largest gradient, for some are nothing but rounding). `kept` is what autograd keeps for backward on the fullest rank, the image among it, as a
 share of one device's: where it is much more than one by the number of ranks the network went on whole somewhere. What is gathered is told
 with its bytes, on each rank.
 """
@@ -58,7 +58,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 def _step(module: nn.Module, image: Tensor) -> tuple[list[Tensor], int]:
     """The outputs and the bytes kept for backward; afterwards the parameters have the gradients of a weighted sum of all of them."""
-    with SavedBytes(exclude=[*module.parameters(), image]) as saved:
+    with SavedBytes(exclude=module.parameters()) as saved:
         outputs = _tensors(module(image))
     kept = saved.num_bytes
     total = torch.zeros((), dtype=torch.float64)
