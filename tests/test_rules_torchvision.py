@@ -167,3 +167,48 @@ def test_a_deformable_module(sizes, rows):
     for size in sizes.values():
         num *= size
     run_ranks(run_module, num, sizes, rows)
+
+
+def detector(seen):
+    from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
+
+    torch.manual_seed(0)
+    made = fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None, weights_backbone=None, num_classes=3, min_size=96, max_size=160, rpn_pre_nms_top_n_train=60
+    )
+    made.backbone.register_forward_pre_hook(lambda _, images: seen.append(images[0]))
+    return made.double().train()
+
+
+def losses_of(module, images):
+    boxes = torch.tensor([[10.0, 12, 60, 70], [30, 20, 110, 85]], dtype=torch.float64)
+    targets = [{"boxes": boxes + i, "labels": torch.tensor([1, 2])} for i in range(2)]
+    losses = module(images, targets)
+    sum(losses.values()).backward()
+    return losses
+
+
+def run_detector(sizes):
+    """Images of two sizes, which are resized and padded to a multiple of 32 inside of the network."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    generator = torch.Generator().manual_seed(3)
+    images = [torch.rand(3, *size, generator=generator, dtype=torch.float64) for size in ((90, 130), (100, 121))]
+    batches = []
+    one = detector(batches)
+    expected = losses_of(one, images)
+    layout = torchtp.Layout(mesh, {name: {"h": -2, "w": -1}[name] for name in sizes})
+    cut = torchtp.parallelize(detector(batches), layout, output="full")
+    got = losses_of(cut, images)
+    assert {place.is_shard() for place in batches[1].placements} == {True}, batches[1].placements
+    for name, loss in expected.items():
+        torch.testing.assert_close(got[name], loss)
+    scale = max(parameter.grad.abs().max() for parameter in one.parameters() if parameter.grad is not None)
+    for (name, mine), reference in zip(cut.named_parameters(), one.parameters(), strict=True):
+        if reference.grad is not None:
+            assert (mine.grad - reference.grad).abs().max() < 1e-9 * scale, name
+
+
+@pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
+@pytest.mark.parametrize("sizes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+def test_a_detector_works_on_cut_images(sizes):
+    run_ranks(run_detector, 2 if len(sizes) == 1 else 4, sizes)
