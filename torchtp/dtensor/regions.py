@@ -19,9 +19,8 @@ from torchtp.dtensor.spatial import arrange, is_spatial
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate
 from torchtp.dtensor.wrapping import Function, wrap
 
-_MARGIN = (
-    3  # pixels: a region is one wide at least, may be shifted by half of one, and a sample reaches to the next one
-)
+# Pixels: a region is one wide at least, may be shifted by half of one, and a sample reaches to the next one.
+_MARGIN = 3
 
 
 @dataclass
@@ -48,14 +47,8 @@ class _Cut:
         return begins, frame
 
 
-@dataclass
 class _Near:
-    """The regions that touch this rank's part, in its pixels."""
-
-    which: torch.Tensor | slice
-    regions: torch.Tensor
-    frame: list[int]
-    size: list[int]  # of the part within its frame: height, width
+    """`which` regions touch this rank's part, `regions` in its pixels; the `frame` around it, and its `size` with that."""
 
     def __init__(self, cut: _Cut, size: torch.Size, rois: torch.Tensor, scale: float):
         (left, top), self.frame = cut.frame()
@@ -63,7 +56,8 @@ class _Near:
         regions = local_as(rois, cut.mesh, (Replicate(),) * cut.mesh.ndim).to(wide(cut.dtype))
         numbers, corners = regions.split([1, 4], 1)
         corners = corners * scale - corners.new_tensor([left, top, left, top])
-        self.regions, self.which = torch.cat([numbers, corners], 1), slice(None)
+        self.regions = torch.cat([numbers, corners], 1)
+        self.which: torch.Tensor | slice = slice(None)
         if not corners.is_meta:
             first, last = corners.split(2, 1)  # which may lie the other way round
             beyond = corners.new_tensor(self.size[::-1])
