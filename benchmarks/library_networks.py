@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -240,10 +241,7 @@ def _torchvision() -> list[Network]:
     ]
     return [
         *(Network("torchvision", name, (2, 3, 128, 160), detector(name, **options)) for name, options in detectors),
-        *(
-            Network("torchvision", name, shape, lambda name=name, options=options: made(name, **options))  # type: ignore[misc]
-            for name, shape, options in others
-        ),
+        *(Network("torchvision", name, shape, partial(made, name, **options)) for name, shape, options in others),
     ]
 
 

@@ -187,7 +187,7 @@ def run_window():
     with pytest.raises(RuntimeError, match="expected scalar type"):
         F.grid_sample(image, base(5, 400).float(), align_corners=True)
     return [
-        pulled_window(image, base(5, 400) + shift * 2 / 399, _BILINEAR, True).window.size(3)
+        pulled_window(image, base(5, 400) + shift * 2 / 399, _BILINEAR, True).image.size(3)
         for shift in (0, 3.5, torch.linspace(-200, 200, 400).double().view(1, 1, 400, 1))
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,10 +165,7 @@ def run_module(sizes, rows):
 
 @pytest.mark.parametrize(("sizes", "rows"), [({"h": 3}, 14), ({"h": 3}, 5), ({"h": 2, "w": 2}, 9)], ids=str)
 def test_a_deformable_module(sizes, rows):
-    num = 1
-    for size in sizes.values():
-        num *= size
-    run_ranks(run_module, num, sizes, rows)
+    run_ranks(run_module, math.prod(sizes.values()), sizes, rows)
 
 
 def detector(seen):
@@ -211,4 +210,4 @@ def run_detector(sizes):
 @pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
 @pytest.mark.parametrize("sizes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
 def test_a_detector_works_on_cut_images(sizes):
-    run_ranks(run_detector, 2 if len(sizes) == 1 else 4, sizes)
+    run_ranks(run_detector, math.prod(sizes.values()), sizes)

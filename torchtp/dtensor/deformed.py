@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, cut_of, full_of, interval
+from torchtp.dtensor.cut import Placements, full_of, interval
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.grid_sample import wanted_rows
 from torchtp.dtensor.reduction import wide
 from torchtp.dtensor.registry import bound, library_rule
 from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_shard, spec_of
+from torchtp.dtensor.window import Window
 from torchtp.dtensor.wrapping import parameter_gradient, wrap
-
-ops = torch.ops.torchtp
 
 _CUT_DIMS = {0, 2, 3}
 _TWO = 2  # dims of an image
@@ -81,17 +79,11 @@ class _Pulled:
 
     mesh: DeviceMesh
     placements: Placements  # of the input, the offsets, the mask and the output
-    window: torch.Tensor
+    window: Window
+    image: torch.Tensor  # what is in it, of the dtype that is computed in
     offset: torch.Tensor
     mask: torch.Tensor
     geometry: list[int]  # strides, paddings and dilations that make as many rows of the window as this rank has offsets
-    pulls: list[tuple[int, int, list[int], list[int], str]]  # what ops.pull was given, in order
-
-    def give_back(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of this rank's part of the input, from that of its window."""
-        for pull in reversed(self.pulls):
-            grad = ops.push_add(grad, *pull)
-        return grad
 
 
 def _fitting(rows: int, reach: int, wanted: int, stride: int) -> tuple[int, int]:
@@ -105,32 +97,27 @@ def _fitting(rows: int, reach: int, wanted: int, stride: int) -> tuple[int, int]
 
 def _pulled(call: _Call, mesh: DeviceMesh, placements: Placements) -> _Pulled:
     input, dtype = call.input, wide(call.input.dtype)
-    window = local_as(input, mesh, placements)
+    window = Window(local_as(input, mesh, placements), mesh, placements, input.shape)
     own = local_as(call.offset, mesh, placements).to(dtype)
     mask = local_as(call.mask, mesh, placements).to(dtype) if call.masked else own.new_zeros([own.size(0), 1])
     by_tap = own.unflatten(1, (call.offset_groups, *call.weight.shape[2:], _TWO))  # the last of them is y and x
-    cut = cut_of(mesh, placements, input.shape)
-    pulls: list[tuple[int, int, list[int], list[int], str]] = []
     strides, paddings, moved = list(call.strides), list(call.paddings), list(by_tap.unbind(4))
     for side in range(_TWO):
         dim = 2 + side
-        if cut is None or dim not in cut.dims:
+        if not window.is_cut(dim):
             continue
-        extent, wanted = input.size(dim), own.size(dim)
+        wanted = own.size(dim)
         along, of_tap = ([-1, 1], [-1, 1, 1, 1]) if side == 0 else ([-1], [-1, 1, 1])
         rows, taps = (torch.arange(n, device=own.device, dtype=dtype) for n in (wanted, call.weight.size(dim)))
         begin = interval(mesh, placements, dim, call.offset.size(dim))[0]
         places = (rows + begin) * strides[side] - paddings[side]
         pixels = moved[side] + (places.view(along) + (taps * call.dilations[side]).view(of_tap))
-        which = cut.dims.index(dim)
-        begins, ends = wanted_rows(pixels, extent, mesh, cut.axes[which:])
-        pulls.append((dim, extent, begins, ends, cut.groups[which]))
-        window = ops.pull(window, *pulls[-1])
-        places -= begins[mesh.get_local_rank(cut.axes[which])]
-        strides[side], paddings[side] = _fitting(window.size(dim), call.reach(side), wanted, strides[side])
+        places -= window.pull(dim, pixels)
+        strides[side], paddings[side] = _fitting(window.local.size(dim), call.reach(side), wanted, strides[side])
         moved[side] = moved[side] + (places - (rows * strides[side] - paddings[side])).view(along)
     offset = torch.stack(moved, 4).flatten(1, 4)
-    return _Pulled(mesh, placements, window.to(dtype), offset, mask, [*strides, *paddings, *call.dilations], pulls)
+    geometry = [*strides, *paddings, *call.dilations]
+    return _Pulled(mesh, placements, window, window.local.to(dtype), offset, mask, geometry)
 
 
 @library_rule("torchvision::deform_conv2d")
@@ -143,13 +130,13 @@ def deform_conv2d(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(parameter, DTensor):
             hand_out(parameter)
     pulled = _pulled(call, *meeting)
-    weight, bias = (full_of(parameter).to(pulled.window.dtype) for parameter in (call.weight, call.bias))
+    weight, bias = (full_of(parameter).to(pulled.image.dtype) for parameter in (call.weight, call.bias))
     shape = torch.Size([call.input.size(0), call.weight.size(0), *call.offset.shape[2:]])
     if pulled.offset.numel():
         groups = (call.groups, call.offset_groups, call.masked)
-        local = op(pulled.window, weight, pulled.offset, pulled.mask, bias, *pulled.geometry, *groups)
+        local = op(pulled.image, weight, pulled.offset, pulled.mask, bias, *pulled.geometry, *groups)
     else:
-        local = pulled.window.new_empty([pulled.offset.size(0), shape[1], *pulled.offset.shape[2:]])
+        local = pulled.image.new_empty([pulled.offset.size(0), shape[1], *pulled.offset.shape[2:]])
     return wrap(local.to(call.input.dtype), pulled.mesh, pulled.placements, shape)
 
 
@@ -162,15 +149,15 @@ def deform_conv2d_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
         return unruled(op, args, kwargs)
     mesh, placements = meeting
     pulled = _pulled(call, mesh, placements)
-    local = local_as(grad, mesh, placements).to(pulled.window.dtype)
+    local = local_as(grad, mesh, placements).to(pulled.image.dtype)
     weight, bias = (full_of(parameter).to(local.dtype) for parameter in (call.weight, call.bias))
-    of_tensors = (pulled.window, weight, pulled.offset, pulled.mask, bias)
+    of_tensors = (pulled.image, weight, pulled.offset, pulled.mask, bias)
     if pulled.offset.numel():
         groups = (call.groups, call.offset_groups, call.masked)
         grads = op(local.contiguous(), *of_tensors, *pulled.geometry, *groups)
     else:
         grads = tuple(torch.zeros_like(tensor) for tensor in of_tensors)
-    grads = (pulled.give_back(grads[0]), *grads[1:])
+    grads = (pulled.window.give_back(grads[0]), *grads[1:])
     of_input, of_weight, of_offset, of_mask, of_bias = (
         one.to(tensor.dtype) for one, tensor in zip(grads, given[:5], strict=True)
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_of, sums_done
+from torchtp.dtensor.cut import Placements, sums_done
 from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.moving import all_reduced, recut
+from torchtp.dtensor.moving import recut
 from torchtp.dtensor.reduction import wide
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.sharing import local_as
@@ -25,14 +25,14 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.window import Window
 from torchtp.dtensor.wrapping import wrap
 
-aten, ops = torch.ops.aten, torch.ops.torchtp
+aten = torch.ops.aten
 
-_BILINEAR, _NEAREST, _BICUBIC = 0, 1, 2
+_NEAREST, _BICUBIC = 1, 2
 _BORDER, _REFLECTION = 1, 2
 _OF_CUDNN = (0, 0, True)  # bilinear, zeros beside the image, corners aligned
-_NOBODY = -(1 << 62)  # less than any begin or end
 
 
 @dataclass
@@ -42,16 +42,10 @@ class _Pulled:
     mesh: DeviceMesh
     placements: Placements  # of the input, and of the output
     grid_placements: Placements
-    window: torch.Tensor
+    window: Window
+    image: torch.Tensor  # what is in it, of the dtype that is computed in
     grid: torch.Tensor
     scale: torch.Tensor  # of the gradient from the window's coordinates to the image's
-    pulls: list[tuple[int, int, list[int], list[int], str]]  # what ops.pull was given, in order
-
-    def give_back(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of this rank's part of the input, from that of its window."""
-        for pull in reversed(self.pulls):
-            grad = ops.push_add(grad, *pull)
-        return grad
 
 
 def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements] | None:
@@ -85,22 +79,6 @@ def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements]
         ):
             return None
     return lead.device_mesh, placements, of_grid
-
-
-def wanted_rows(
-    pixels: torch.Tensor, extent: int, mesh: DeviceMesh, over: list[int], mode: int = _BILINEAR
-) -> tuple[list[int], list[int]]:
-    """What each rank of the first of the axes `over` wants, which samples at `pixels`: the union over the others, whose ranks
-    pull along other dims next. Without data, the most it can be."""
-    axes = axes_of(mesh)
-    size, rank = axes.sizes[over[0]], axes.ranks[over[0]]
-    if pixels.is_meta:
-        return [0] * size, [extent] * size
-    begin, end = _touched(pixels, extent, mode)
-    told = torch.full((size, 2), _NOBODY)
-    told[rank] = torch.tensor([-begin, end])
-    begins, ends = all_reduced(told.to(pixels.device), mesh, over, "max").t().tolist()
-    return [-begin for begin in begins], ends
 
 
 def _pixels(along: torch.Tensor, extent: int, align_corners: bool, fused: bool) -> torch.Tensor:
@@ -138,10 +116,9 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
     if meeting is None:
         return None
     mesh, placements, grid_placements = meeting
-    window, own = local_as(input, mesh, placements), local_as(grid, mesh, grid_placements)
+    window = Window(local_as(input, mesh, placements), mesh, placements, input.shape)
+    own = local_as(grid, mesh, grid_placements)
     dtype = wide(input.dtype)
-    cut = cut_of(mesh, placements, input.shape)
-    pulls: list[tuple[int, int, list[int], list[int], str]] = []
     columns, scales = [], []
     num_dims = input.dim() - 2
     for dim in range(2, input.dim()):
@@ -150,31 +127,15 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
         pixels = _pixels(own[..., num_dims + 1 - dim].to(dtype), extent, align_corners, fused)
         if mode == _NEAREST:
             pixels = pixels.round()
-        begin, size = 0, extent
-        if cut is not None and dim in cut.dims:
-            which = cut.dims.index(dim)
-            begins, ends = wanted_rows(pixels, extent, mesh, cut.axes[which:], mode)
-            pulls.append((dim, extent, begins, ends, cut.groups[which]))
-            window = ops.pull(window, *pulls[-1])
-            begin = begins[mesh.get_local_rank(cut.axes[which])]
-            size = window.size(dim)
+        begin = window.pull(dim, pixels, 2 if mode == _BICUBIC else 1) if window.is_cut(dim) else 0
+        size = window.local.size(dim)
         # The window's own coordinates, as without align_corners: -1 and 1 are its outer edges.
         places = _on_their_side(pixels.sub(begin), size, begin == 0, begin + size == extent, padding == _BORDER)
         columns.append(places.mul(2).add(1).div(size).sub(1))
         scales.append((extent - 1 if align_corners else extent) / size)
     moved = torch.stack(columns[::-1], -1)
     scale = moved.new_tensor(scales[::-1])
-    return _Pulled(mesh, placements, grid_placements, window.to(dtype), moved, scale, pulls)
-
-
-def _touched(pixels: torch.Tensor, extent: int, mode: int) -> tuple[int, int]:
-    """The rows with a weight in any sample, one at least. What is NaN counts as 0, which is what padding makes of it."""
-    if not pixels.numel():
-        return 0, 1
-    reach = 2 if mode == _BICUBIC else 1
-    low, high = pixels.nan_to_num(0).clamp(-8, extent + 8).aminmax()
-    begin = min(max(int(low.floor()) - reach, 0), extent - 1)
-    return begin, max(begin + 1, min(int(high.ceil()) + 1 + reach, extent))
+    return _Pulled(mesh, placements, grid_placements, window, window.local.to(dtype), moved, scale)
 
 
 @spatial_rule("grid_sampler_2d", "grid_sampler_3d")
@@ -210,7 +171,7 @@ def _sampled(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     if pulled is None:
         return unruled(op, args, kwargs)
     sample = aten.grid_sampler_2d if input.dim() == 4 else aten.grid_sampler_3d
-    local = sample(pulled.window, pulled.grid, mode, padding, False)
+    local = sample(pulled.image, pulled.grid, mode, padding, False)
     shape = torch.Size([*input.shape[:2], *grid.shape[1:-1]])
     return wrap(local.to(input.dtype), pulled.mesh, pulled.placements, shape)
 
@@ -220,12 +181,12 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     pulled = _window_of(input, grid, mode, padding, align_corners)
     if pulled is None:
         return unruled(op, args, kwargs)
-    local = local_as(grad, pulled.mesh, pulled.placements).to(pulled.window.dtype)
+    local = local_as(grad, pulled.mesh, pulled.placements).to(pulled.image.dtype)
     derive = aten.grid_sampler_2d_backward if input.dim() == 4 else aten.grid_sampler_3d_backward
-    of_window, of_grid = derive(local, pulled.window, pulled.grid, mode, padding, False, [wanted[0], True])
+    of_window, of_grid = derive(local, pulled.image, pulled.grid, mode, padding, False, [wanted[0], True])
     of_input = None
     if wanted[0]:
-        mine = pulled.give_back(of_window).to(input.dtype)
+        mine = pulled.window.give_back(of_window).to(input.dtype)
         of_input = wrap(mine, pulled.mesh, pulled.placements, input.shape)
     if not wanted[1]:
         return of_input, None

@@ -32,30 +32,24 @@ class _Cut:
     shape: torch.Size
     dtype: torch.dtype
 
-    def frame(self) -> tuple[list[int], list[int]]:
-        """Where this rank's part begins within the image, in x and y, and the rows of zeros around it, as F.pad takes them.
-
-        One row where the image goes on: a sample between two parts takes from each what lies in it, and a sample beyond
-        the part, which would fall back to its last row, falls on zeros.
-        """
-        begins, frame = [], []
-        for dim in (3, 2):
-            extent = self.shape[dim]
-            begin, end = interval(self.mesh, self.placements, dim, extent)
-            begins.append(begin - int(begin > 0))
-            frame += [int(begin > 0), int(end < extent)]
-        return begins, frame
-
 
 class _Near:
-    """`which` regions touch this rank's part, `regions` in its pixels; the `frame` around it, and its `size` with that."""
+    """What of the regions this rank samples: `which` touch its part, and these `regions` in pixels of the framed part.
 
-    def __init__(self, cut: _Cut, size: torch.Size, rois: torch.Tensor, scale: float):
-        (left, top), self.frame = cut.frame()
-        self.size = [size[0] + self.frame[2] + self.frame[3], size[1] + self.frame[0] + self.frame[1]]
+    The `frame` is of zeros, one row wide where the image goes on: a sample between two parts takes from each what lies in
+    it, and a sample beyond the part, which would fall back to its last row, falls on zeros.
+    """
+
+    def __init__(self, cut: _Cut, rois: torch.Tensor, scale: float):
+        (top, bottom), (left, right) = (interval(cut.mesh, cut.placements, dim, cut.shape[dim]) for dim in (2, 3))
+        self.own = [bottom - top, right - left]
+        # Rows before and after, of the last dim first, as F.pad takes them.
+        self.frame = [int(left > 0), int(right < cut.shape[3]), int(top > 0), int(bottom < cut.shape[2])]
+        self.size = [self.own[0] + sum(self.frame[2:]), self.own[1] + sum(self.frame[:2])]  # framed
+        begin = [left - self.frame[0], top - self.frame[2]]
         regions = local_as(rois, cut.mesh, (Replicate(),) * cut.mesh.ndim).to(wide(cut.dtype))
         numbers, corners = regions.split([1, 4], 1)
-        corners = corners * scale - corners.new_tensor([left, top, left, top])
+        corners = corners * scale - corners.new_tensor(begin * 2)
         self.regions = torch.cat([numbers, corners], 1)
         self.which: torch.Tensor | slice = slice(None)
         if not corners.is_meta:
@@ -70,7 +64,7 @@ def _sampled(op: Op, input: DTensor, rois: torch.Tensor, *params: Any) -> tuple[
     scale, height, width, ratio, aligned = params
     local, mesh, placements = arrange(op, input, lambda dim: dim >= 2)
     cut = _Cut(mesh, placements, input.shape, input.dtype)
-    near = _Near(cut, local.shape[2:], rois, scale)
+    near = _Near(cut, rois, scale)
     sums = local.new_zeros([rois.size(0), input.size(1), height, width], dtype=near.regions.dtype)
     if local.numel():
         framed = F.pad(local.to(sums.dtype), near.frame)
@@ -109,17 +103,17 @@ class _Sampled(Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         cut, (rois,), (scale, *params) = ctx.cut, ctx.saved_tensors, ctx.params
-        own = [end - begin for begin, end in (interval(cut.mesh, cut.placements, d, cut.shape[d]) for d in (2, 3))]
-        near = _Near(cut, torch.Size(own), rois, scale)
+        near = _Near(cut, rois, scale)
+        height, width = near.own
         num_images, channels = cut.shape[:2]
         local = local_as(grad, cut.mesh, (Replicate(),) * cut.mesh.ndim)
-        if num_images * channels * own[0] * own[1]:
+        if num_images * channels * height * width:
             *pooled, ratio, aligned = params
             given = local.to(near.regions.dtype)[near.which]
             backward = torch.ops.torchvision._roi_align_backward
             framed = backward(given, near.regions, 1.0, *pooled, num_images, channels, *near.size, ratio, aligned)
             left, _, top, _ = near.frame
-            mine = framed[:, :, top : top + own[0], left : left + own[1]].to(cut.dtype, copy=True)
+            mine = framed[:, :, top : top + height, left : left + width].to(cut.dtype, copy=True)
         else:
-            mine = local.new_zeros([num_images, channels, *own], dtype=cut.dtype)
+            mine = local.new_zeros([num_images, channels, height, width], dtype=cut.dtype)
         return None, wrap(mine, cut.mesh, cut.placements, cut.shape), None, *[None] * (len(ctx.params))
