@@ -40,7 +40,9 @@ def test_without_a_command_help_is_shown(capsys):
     assert "info" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["plan", "--help"], ["trace", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info", "--help"], ["plan", "--help"], ["trace", "--help"], ["timeline", "--help"]]
+)
 def test_help_is_complete(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

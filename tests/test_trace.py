@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import torchtp
-from torchtp import cli, parting
+from torchtp import cli, parting, timeline
 from torchtp.testing import run_ranks
 
 
@@ -141,4 +141,67 @@ def test_a_rank_may_see_its_own_share_only(tmp_path):
 def test_a_file_that_is_no_trace_is_refused(tmp_path, text, capsys):
     (tmp_path / "file").write_text(text)
     assert cli.main(["trace", str(tmp_path / "file")]) == 2
+    assert "is not a trace of torchtp" in capsys.readouterr().err
+
+
+def _drawn(folder, *traces):
+    """The spans of a timeline: rank, name, start and end in us, by "X" events and pairs of "b" and "e"."""
+    files = []
+    for rank, calls in enumerate(traces):
+        files.append(folder / f"{rank}")
+        files[-1].write_text(_trace(rank, calls, size=len(traces)))
+    spans, begun = [], {}
+    for event in timeline.read(files)["traceEvents"]:
+        if event["ph"] == "X":
+            spans.append((event["pid"], event["name"], event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "b":
+            begun[event["id"]] = event
+        elif event["ph"] == "e":
+            first = begun.pop(event["id"])
+            spans.append((first["pid"], first["name"], first["ts"], event["ts"]))
+    assert not begun
+    return spans
+
+
+def test_a_timeline_shows_calls_waiting_and_messages(tmp_path):
+    waits = _call(0, called_ns=1_000_000, started_ns=2_000_000, ended_ns=9_000_000, waited_ns=6_000_000, last_rank=1)
+    came = _call(0, called_ns=8_000_000, started_ns=8_000_000, ended_ns=9_000_000, last_rank=1)
+    sends = _call(
+        0,
+        op="send",
+        kind="message",
+        called_ns=3_000_000,
+        started_ns=3_000_000,
+        ended_ns=4_000_000,
+        peer=1,
+        tag=0,
+        number=1,
+    )
+    runs = _call(1, "running", called_ns=9_500_000, started_ns=9_600_000)
+    assert _drawn(tmp_path, [waits, sends, runs], [came]) == [
+        (0, "allreduce", 1000, 8000),
+        (0, "waits for rank 1", 1000, 7000),
+        (0, "allreduce", 8600, 8_999_000),
+        (0, "send to rank 1", 2000, 3000),
+        (1, "allreduce", 7000, 8000),
+    ]
+
+
+def test_clocks_of_other_hosts_are_set_by_common_calls(tmp_path):
+    hour = 3_600_000_000_000
+    calls = [_call(n, called_ns=n * 10_000, started_ns=n * 10_000, ended_ns=n * 10_000 + 5_000) for n in range(3)]
+    later = [call | {name: call[name] + hour for name in ("called_ns", "started_ns", "ended_ns")} for call in calls]
+    spans = _drawn(tmp_path, calls, later)
+    assert [span[1:] for span in spans if span[0] == 0] == [span[1:] for span in spans if span[0] == 1]
+
+
+def test_a_timeline_of_a_job_is_written(tmp_path, capsys):
+    run_ranks(_agreeing, 2, str(tmp_path), backend="torchtp")
+    out = tmp_path / "drawn.json"
+    assert cli.main(["timeline", *map(str, sorted(tmp_path.glob("calm.rank*.jsonl"))), "--out", str(out)]) == 0
+    assert f"{out}: 2 ranks, " in capsys.readouterr().out
+    drawn = json.loads(out.read_text())["traceEvents"]
+    assert {event["pid"] for event in drawn} == {0, 1}
+    assert sum(event["name"] == "barrier" for event in drawn) >= 4000
+    assert cli.main(["timeline", str(out)]) == 2
     assert "is not a trace of torchtp" in capsys.readouterr().err

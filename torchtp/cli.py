@@ -219,8 +219,22 @@ def _show_trace(arguments: argparse.Namespace) -> int:
     return 1 if any(one.is_found for one in partings) else 0
 
 
+def _write_timeline(arguments: argparse.Namespace) -> int:
+    from torchtp import timeline
+
+    try:
+        drawn = timeline.read(arguments.file)
+        with open(arguments.out, "w") as file:
+            json.dump(drawn, file)
+    except (OSError, ValueError) as error:
+        print(f"torchtp: {error}", file=sys.stderr)
+        return 2
+    print(f"{arguments.out}: {timeline.told(drawn)}; open it in https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line: `torchtp info`, `torchtp plan`, `torchtp trace`, `torchtp --version`."""
+    """The command line: `torchtp info`, `torchtp plan`, `torchtp trace`, `torchtp timeline`, `torchtp --version`."""
     root = argparse.ArgumentParser(prog="torchtp", description=__doc__, epilog=EPILOG)
     root.add_argument("--version", action="store_true", help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
@@ -272,6 +286,20 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("file", nargs="+", metavar="FILE", help="PATH.rank0.jsonl, PATH.rank1.jsonl, ...")
     command.set_defaults(run=_show_trace)
+    command = commands.add_parser(
+        "timeline",
+        help="what the ranks of a job did when, as a picture: makes one of the traces that they wrote down",
+        description="Write the last calls of all ranks as a timeline for a browser: for each rank and process group its collectives, with what "
+        "was waited for which rank, its exchanges of halos and its messages. Traces are written by jobs with TORCHTP_TRACE=PATH, when a "
+        "group fails or the job is ended by SIGTERM, and by torchtp.trace.dump(PATH). Clocks of several hosts are set by the calls that "
+        "ranks have in common. Exits with 2 if a file is no trace.",
+        epilog="example: torchtp timeline run7.rank*.jsonl --out run7.json",
+    )
+    command.add_argument("file", nargs="+", metavar="FILE", help="PATH.rank0.jsonl, PATH.rank1.jsonl, ...")
+    command.add_argument(
+        "--out", default="timeline.json", metavar="PATH", help="the file to write (default: %(default)s)"
+    )
+    command.set_defaults(run=_write_timeline)
     return root
 
 

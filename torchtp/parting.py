@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtp import unmatched
+from torchtp import recorded, unmatched
+from torchtp.recorded import RankTrace
 
 # What ranks must agree on. Of these a rank may see its own share only.
 AGREED = ("op", "reduce_op", "dtype", "elements", "root")
 UNEVEN = ("gather", "scatter", "alltoall")
-
-
-@dataclass
-class RankTrace:
-    """What one rank wrote down of one process group."""
-
-    rank: int
-    global_rank: int
-    now_ns: int
-    reason: str
-    error: str
-    size: int
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by sequence number
-    halos: dict[int, dict[str, Any]] = field(default_factory=dict)  # by sequence number, of their own
-    messages: list[dict[str, Any]] = field(default_factory=list)  # oldest first
-
-    @property
-    def last(self) -> int:
-        """The sequence number of its last call, -1 when it has made none."""
-        return max(self.calls, default=-1)
 
 
 @dataclass
@@ -63,34 +43,7 @@ def read(paths: Iterable[str | Path]) -> list[Parting]:
 
     Raises ValueError for a file that is no trace of torchtp, OSError for one that cannot be read.
     """
-    groups: dict[tuple[str, tuple[int, ...]], dict[int, RankTrace]] = {}
-    for path in paths:
-        for key, trace in _read_one(Path(path)):
-            groups.setdefault(key, {})[trace.rank] = trace
-    return [_part(name, len(members), ranks) for (name, members), ranks in groups.items()]
-
-
-def _read_one(path: Path) -> list[tuple[tuple[str, tuple[int, ...]], RankTrace]]:
-    lines = path.read_text().splitlines()
-    try:
-        head, *rest = [json.loads(line) for line in lines]
-        if head["torchtp_trace"] != 1:
-            raise ValueError(f"it is of version {head['torchtp_trace']}")
-        found: list[tuple[tuple[str, tuple[int, ...]], RankTrace]] = []
-        for entry in rest:
-            if "global_ranks" in entry:
-                trace = RankTrace(
-                    entry["rank"], head["global_rank"], head["now_ns"], head["reason"], entry["error"], entry["size"]
-                )
-                found.append(((entry["group"], tuple(entry["global_ranks"])), trace))
-            elif entry["kind"] == "message":
-                found[-1][1].messages.append(entry)
-            else:
-                trace = found[-1][1]
-                (trace.halos if entry["kind"] == "halo" else trace.calls)[entry["sequence"]] = entry
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a trace of torchtp: {error}") from error
-    return found
+    return [_part(name, len(members), ranks) for (name, members), ranks in recorded.read(paths).items()]
 
 
 def _agreement(call: dict[str, Any]) -> tuple[Any, ...]:

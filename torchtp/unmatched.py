@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtp.parting import RankTrace
+    from torchtp.recorded import RankTrace
 
 Message = dict[str, Any]
 
