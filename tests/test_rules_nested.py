@@ -85,6 +85,20 @@ def _windows(x):
     return mixed.view(1, 4, 2, 2, 3, 4).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
 
 
+def _windows_of(x, height, width):
+    rows, columns = x.size(2) // height, x.size(3) // width
+    parts = x.view(1, 4, rows, height, columns, width).permute(0, 2, 4, 3, 5, 1).reshape(-1, height * width, 4)
+    mixed = (parts @ parts.transpose(1, 2)).softmax(-1) @ parts
+    return mixed.view(1, rows, columns, height, width, 4).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
+
+
+def _with_class_token(x, token, weight):
+    y = torch.cat([token.expand(x.size(0), -1, -1), tokens(x)], 1)
+    y = y + F.linear(F.layer_norm(y, [4]), weight)
+    y = y + (y @ y.transpose(1, 2)).softmax(-1) @ y
+    return image_of(y[:, 1:], x) * y[:, 0, :, None, None]
+
+
 SEQUENCES = {  # of one image, which leaves no images to cut instead; with the shapes of parameters
     "block": (_block, [(4,), (12, 4), (4, 4), (8, 4), (4, 8)]),
     "scores": (_scores, [(48, 48)]),
@@ -95,9 +109,24 @@ SEQUENCES = {  # of one image, which leaves no images to cut instead; with the s
     "pieces": (lambda x: torch.cat([x.flatten(2)[:, 1:3], x.flatten(2).narrow(1, 0, 2) * 2], 1).sin(), []),
     "convolution_after": (lambda x, w: F.conv2d(image_of(tokens(x).sin(), x), w, padding=1), [(3, 4, 3, 3)]),
     "shapes_in_place": (lambda x: x.flatten(2).clone().transpose_(1, 2).squeeze_(0).mul_(2).unsqueeze_(0).sin(), []),
+    "odd_rows": (lambda x: x + image_of(tokens(x[..., :7, :5]).softmax(1), x[..., :7, :5]).sum(), []),
+    "few_windows": (lambda x: _windows_of(x, 4, 3), []),
+    "class_token": (lambda x, token, w: _with_class_token(x, token, w), [(1, 1, 4), (4, 4)]),
+    "rows_of_a_sequence": (lambda x: tokens(x)[:, 3:41:3].exp() * tokens(x)[:, 5:18] + tokens(x)[:, 7:8], []),
+    "split_sequence": (lambda x: sum(piece.sin().sum() * i for i, piece in enumerate(tokens(x).split([5, 20, 23], 1))), []),
+    "joined_sequences": (lambda x: torch.cat([tokens(x), tokens(F.avg_pool2d(x, 2)), tokens(x)[:, ::5]], 1).square(), []),
+    "other_grids": (lambda x: x.flatten(2).view(1, 4, 4, 12).sin().reshape(1, 2, 3, 32), []),
     "and_back_again": (lambda x: x * image_of(tokens(x).exp(), x) + F.max_pool2d(x, 3, 1, 1), []),
 }  # fmt: skip
-ONCE = {"block", "scores", "norms", "pooled"}  # the second derivatives of norms and softmax gather; extremes have none
+ONCE = {
+    "block",
+    "scores",
+    "norms",
+    "pooled",
+    "odd_rows",
+    "few_windows",
+    "class_token",
+}  # the second derivatives of norms and softmax gather; extremes have none
 
 
 def _marked():

@@ -84,6 +84,15 @@ def everywhere(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, exten
     return torch.ops.torchtp.pull(local, dim, extent, [begin] * size, [end] * size, axes.groups[axis], 0)
 
 
+def only_row(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, dim: int) -> torch.Tensor:
+    """The one row of a dim on every rank of the axes that cut it."""
+    for axis in reversed(range(len(placements))):
+        cuts = plain_shard(placements[axis]) and placements[axis].is_shard(dim)
+        if cuts and interval(mesh, placements[:axis], dim, 1) == (0, 1):  # else no rank of this one's group has it
+            local = everywhere(local, mesh, axis, dim, 1, 0, 1)
+    return local
+
+
 def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: int, other: int) -> torch.Tensor:
     """Of a part that is cut along `dim` (of `extent`), one that is cut along `other` instead, over the same axis."""
     axes = axes_of(mesh)
@@ -95,15 +104,23 @@ def swapped(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, extent: 
         shape = list(pieces[rank].shape)
         shape[dim] = end - begin
         shapes.append(shape)
-    sent = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)  # of any dtype, on any backend
-    itemsize = local.element_size()
-    counts = [math.prod(shape) * itemsize for shape in shapes]
-    arrived = functional.all_to_all_single(
-        sent, counts, [piece.numel() * itemsize for piece in pieces], axes.groups[axis]
-    )
-    arrived = functional.wait_tensor(arrived).view(local.dtype)
-    parts = arrived.split([count // itemsize for count in counts])
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    counts = [math.prod(shape) for shape in shapes]
+    arrived = sent_around(sent, [piece.numel() for piece in pieces], counts, mesh, axis)
+    parts = arrived.split(counts)
     return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
+def sent_around(flat: torch.Tensor, sent: list[int], arriving: list[int], mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """An alltoall over a mesh axis of elements of any dtype: `sent[r]` go to rank r, `arriving[r]` come from it."""
+    itemsize = flat.element_size()
+    arrived = functional.all_to_all_single(
+        flat.view(torch.uint8),
+        [count * itemsize for count in arriving],
+        [count * itemsize for count in sent],
+        axes_of(mesh).groups[axis],
+    )
+    return functional.wait_tensor(arrived).view(flat.dtype)
 
 
 def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> torch.Tensor:

@@ -63,7 +63,7 @@ def _holds_nested(arg: Any) -> bool:
 
 
 def may_nest(extent: int, sizes: Iterable[int]) -> bool:
-    """Whether chunks of a dim, chunked again, are as long as one another: what rules for such dims rely on."""
+    """Whether chunks of a dim, chunked again, are as long as one another: then a view that splits or merges it moves no rows."""
     return extent > 0 and extent % math.prod(sizes) == 0
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, sums_done
+from torchtp.dtensor.cut import Placements, interval, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of, everywhere, gathers, mirrored, pulled, shifted
+from torchtp.dtensor.moving import gathers, mirrored, only_row, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.pointwise import common_placements
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
+from torchtp.dtensor.routing import joined
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_marked, is_spatial
 from torchtp.dtensor.upstream import (
@@ -23,6 +24,7 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     local_of,
+    nested_dims,
     passthrough,
     plain_shard,
     redistributed,
@@ -89,7 +91,7 @@ def other_dims(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[
 
 
 @spatial_rule("cat")
-@takes_nested_if(other_dims)
+@takes_nested
 def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = bound(op, args, kwargs)
     if any(has_strided_shard(tensor) for tensor in tensors):
@@ -113,6 +115,9 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     axis = axis_cutting(placements, dim)
     if axis is None:
         return wrap(aten.cat(locals_, dim), mesh, placements, shape)
+    if dim in nested_dims(placements):
+        local = joined(locals_, [tensor.size(dim) for tensor in tensors], mesh, placements, dim)
+        return wrap_as_one_device(local, mesh, placements, shape)
     pieces, offset = [], 0
     for tensor, local in zip(tensors, locals_, strict=True):
         rows = tensor.size(dim)
@@ -222,13 +227,11 @@ def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = torch.Size([tensor.size(i - more) if size == -1 else size for i, size in enumerate(sizes)])
     wider = tuple(Shard(p.dim + more) if plain_shard(p) else p for p in placements)
     local_shape = list(shape)
-    for axis, placement in enumerate(placements):
-        if plain_shard(placement):
-            dim = placement.dim
-            begin, end = chunk_of(mesh, axis, local_shape[dim + more])
-            local_shape[dim + more] = end - begin
-            if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
-                local = everywhere(local, mesh, axis, dim, 1, 0, 1)
+    for dim in {p.dim for p in placements if plain_shard(p)}:
+        begin, end = interval(mesh, wider, dim + more, shape[dim + more])
+        local_shape[dim + more] = end - begin
+        if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
+            local = only_row(local, mesh, placements, dim)
     stride = tuple(
         0 if i < more or tensor.size(i - more) != size else tensor.stride(i - more) for i, size in enumerate(shape)
     )

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.cut import interval
 from torchtp.dtensor.fallback import unruled, view_links
-from torchtp.dtensor.moving import Wants, chunk_of, everywhere, pulled, pushed
+from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.routing import picked, put
 from torchtp.dtensor.shape import axis_cutting, other_dims, resized, summed, taken, uncut, without
-from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard, redistributed, spec_of
+from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, nested_dims, plain_shard, redistributed, spec_of
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -42,6 +44,8 @@ def _sliced(tensor: DTensor, dim: int, begin: int, end: int, step: int) -> tuple
         return wrap(aten.slice(local, dim, begin, max(begin, end), step), mesh, placements, shape, stride), False
     if (begin, end, step) == (0, tensor.size(dim), 1):
         return wrap(aten.alias(local), mesh, placements, shape, stride), False
+    if dim in nested_dims(placements):
+        return picked(wrap(local, mesh, placements, tensor.shape), dim, range(begin, max(begin, end), step)), True
     rows = pulled(
         local,
         mesh,
@@ -60,6 +64,9 @@ def _put_rows(rows: DTensor, whole: DTensor, dim: int, begin: int, step: int) ->
     mesh, extent, count = spec.mesh, whole.size(dim), rows.size(dim)
     axis = axis_cutting(spec.placements, dim)
     assert axis is not None
+    if dim in nested_dims(spec.placements):
+        put(recut(local_of(rows), spec_of(rows), spec.placements), whole, dim, range(begin, begin + count * step, step))
+        return
 
     def index(row: int) -> int:  # of the first of `rows` at or after that row of the whole
         return min(count, max(0, -(-(row - begin) // step)))
@@ -79,7 +86,7 @@ def _clamped(index: int | None, extent: int, default: int) -> int:
 
 
 @spatial_rule("slice.Tensor")
-@takes_nested_if(other_dims)
+@takes_nested
 def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, start, end, step = bound(op, args, kwargs)
     if not taken(tensor):
@@ -90,7 +97,7 @@ def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("slice_backward")
-@takes_nested_if(other_dims)
+@takes_nested
 def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, sizes, dim, start, end, step = bound(op, args, kwargs)
     if not taken(grad):
@@ -105,6 +112,11 @@ def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         local_sizes = list(local.shape)
         local_sizes[dim] = extent
         return wrap(op(local, local_sizes, dim, start, end, step), mesh, placements, shape)
+    if dim in nested_dims(placements):
+        first, last = interval(mesh, placements, dim, extent)
+        whole = wrap(local.new_zeros(resized(local.shape, dim, last - first)), mesh, placements, shape)
+        put(local, whole, dim, range(begin, begin + out_extent * step, step))
+        return whole
     if step != 1:
         rows = local.new_zeros(resized(local.shape, dim, max(0, (local.size(dim) - 1) * step + 1)))
         aten.slice(rows, dim, 0, None, step).copy_(local)
@@ -116,7 +128,7 @@ def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 @spatial_rule("select.int")
-@takes_nested_if(other_dims)
+@takes_nested
 def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = bound(op, args, kwargs)
     if not taken(tensor):
@@ -142,16 +154,18 @@ def _selected(tensor: DTensor, dim: int, index: int) -> tuple[DTensor, bool]:
     axis = axis_cutting(placements, dim)
     if axis is None:
         return wrap(aten.select(local, dim, index), mesh, without(placements, dim), shape, stride), False
-    row = everywhere(local, mesh, axis, dim, tensor.size(dim), index, index + 1)
+    if dim in nested_dims(placements):
+        one = picked(wrap(local, mesh, placements, tensor.shape), dim, range(index, index + 1))
+        row = only_row(local_of(one), mesh, placements, dim)
+    else:
+        row = everywhere(local, mesh, axis, dim, tensor.size(dim), index, index + 1)
     return wrap(row.squeeze(dim), mesh, without(uncut(placements, dim), dim), shape, stride), True
 
 
 def _put_row(row: DTensor, whole: DTensor, dim: int, index: int) -> None:
     """Writes `row`, which every rank of the axis that cuts `dim` holds, into the whole."""
     spec = spec_of(whole)
-    axis = axis_cutting(spec.placements, dim)
-    assert axis is not None
-    i0, i1 = chunk_of(spec.mesh, axis, whole.size(dim))
+    i0, i1 = interval(spec.mesh, spec.placements, dim, whole.size(dim))
     local = redistributed(local_of(row), spec_of(row), without(uncut(spec.placements, dim), dim))
     if i0 <= index < i1:
         aten.select(local_of(whole), dim, index - i0).copy_(local)
@@ -218,7 +232,7 @@ def _of_windows(size: int, step: int) -> Wants:
 
 
 @spatial_rule("split.Tensor", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-@takes_nested_if(other_dims)
+@takes_nested
 def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, dim = bound(op, args, kwargs)
     if not taken(tensor):
@@ -235,7 +249,7 @@ def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("unbind")
-@takes_nested_if(other_dims)
+@takes_nested
 def unbind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim = bound(op, args, kwargs)
     if not taken(tensor):

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
-from torchtp.dtensor.moving import everywhere, pulled, pushed, put_into, recut, same_chunks, scaled
+from torchtp.dtensor.moving import only_row, pulled, pushed, put_into, recut, same_chunks, scaled
 from torchtp.dtensor.nesting import flat, may_nest, takes_nested
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import rule, spatial_rule
+from torchtp.dtensor.routing import axes_cutting, merged, split
 from torchtp.dtensor.shape import axis_cutting, summed
 from torchtp.dtensor.spatial import is_spatial, is_whole
 from torchtp.dtensor.upstream import (
@@ -92,26 +92,18 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         same = sizes.itemsize == tensor.dtype.itemsize
         return wrap(local.view(sizes), mesh, placements, tensor.shape) if same else fallback(op, args, kwargs)
     shape = torch.Size(_inferred(list(sizes), tensor.numel()))
-    result = _reshaped(tensor, shape)
-    if result is None:
-        return fallback(op, args, kwargs)
-    part, is_copy = result
+    part, is_copy = _reshaped(tensor, shape)
     if not is_copy or op is aten._unsafe_view.default:
         return part
-    return linked(tensor, part, lambda whole: _reshaped_anyhow(whole, shape), _put_reshaped)
+    return linked(tensor, part, lambda whole: _reshaped(whole, shape)[0], _put_reshaped)
 
 
 def _put_reshaped(part: DTensor, whole: DTensor) -> None:
-    put_into(_reshaped_anyhow(part, whole.shape), whole)
+    put_into(_reshaped(part, whole.shape)[0], whole)
 
 
-def _reshaped_anyhow(tensor: DTensor, shape: torch.Size) -> DTensor:
-    result = _reshaped(tensor, shape)
-    return fallback(aten.view.default, (tensor, list(shape)), {}) if result is None else result[0]
-
-
-def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None:
-    """The elements in another shape, and whether they are a copy; None where only a gather can do it."""
+def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool]:
+    """The elements in another shape, and whether they are a copy."""
     if 0 in shape:  # nothing moves
         local, mesh, placements = summed(tensor)
         if tensor.shape == shape:
@@ -120,9 +112,9 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
     groups = groups_of(list(tensor.shape), list(shape))
     atoms = _atoms(tensor.shape, groups, shape)
     if atoms not in (tensor.shape, shape):
-        split = _reshaped(tensor, atoms)
-        merged = None if split is None else _reshaped(split[0], shape)
-        return None if split is None or merged is None else (merged[0], split[1] or merged[1])
+        taken_apart, is_copy = _reshaped(tensor, atoms)
+        result, is_another = _reshaped(taken_apart, shape)
+        return result, is_copy or is_another
     if any(_inside(tensor, mine, theirs, shape) for mine, theirs in groups):
         return _with_outer_cuts(tensor, groups, shape)
     local, mesh, placements = summed(tensor)
@@ -133,17 +125,15 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
     for mine, theirs in groups:
         cut = [dim for dim in mine if axis_cutting(placements, dim) is not None]
         for dim in cut if not theirs else ():  # one row, of a dim that goes
-            axis = axis_cutting(placements, dim)
-            assert axis is not None
-            local = everywhere(local, mesh, axis, dim, 1, 0, 1)
+            local = only_row(local, mesh, placements, dim)
             copied = True
         if not cut or not theirs:
             continue
         wide = [dim for dim in mine if tensor.size(dim) != 1] or cut[:1]
         wide_out = [dim for dim in theirs if shape[dim] != 1] or theirs[:1]
         dim = cut[0]
-        if len(cut) > 1 or dim != wide[0] or not wide_out or (tensor.size(dim) == 1 and len(theirs) > 1):
-            return None
+        if len(cut) > 1 or dim != wide[0]:
+            return _scattered(tensor, mine, [shape[dim] for dim in theirs], shape)
         axis = axis_cutting(placements, dim)
         assert axis is not None
         target = wide_out[0]
@@ -151,12 +141,12 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         if dim in nested_dims(placements):
             nested = [inner for inner, p in enumerate(placements) if plain_shard(p) and p.dim == dim]
             over = [axes_of(mesh).sizes[inner] for inner in nested]
-            if not (may_nest(inside, over) and may_nest(inside_out, over)):
-                flattened = _reshaped(flat(aten.view.default, tensor), shape)
-                return None if flattened is None else (flattened[0], True)
+            same = inside == inside_out and len(wide) == len(wide_out) == 1
+            if not same and not (may_nest(inside, over) and may_nest(inside_out, over)):
+                return _scattered(tensor, mine, [shape[dim] for dim in theirs], shape)
             out = [Shard(target) if inner in nested else place for inner, place in enumerate(out)]
         if len(wide) > 1 and len(wide_out) > 1 and inside % inside_out and inside_out % inside:
-            return None
+            return _scattered(tensor, mine, [shape[dim] for dim in theirs], shape)
         if inside_out < inside:  # the cut dim is split: its outermost part is cut
             factor = inside // inside_out
             if not same_chunks(mesh, axis, inside_out, factor):
@@ -177,6 +167,17 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool] | None
         local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
         copied = True
     return wrap(local, mesh, tuple(out), shape, _stride_of_view(tensor, shape)), copied
+
+
+def _copied(moved: DTensor, shape: torch.Size) -> tuple[DTensor, bool]:
+    return _reshaped(moved, shape)[0], True
+
+
+def _scattered(tensor: DTensor, mine: list[int], extents: list[int], shape: torch.Size) -> tuple[DTensor, bool]:
+    """The same where a group's parts lie scattered in what it becomes: its dims `mine` are merged first, or one is split into these extents."""
+    summed_up = wrap(*summed(tensor), tensor.shape, tensor.stride())
+    moved = merged(summed_up, mine) if len(mine) > 1 else split(summed_up, mine[0], extents)
+    return _copied(flat(aten.view.default, summed_up) if moved is None else moved, shape)
 
 
 def _atoms(old: torch.Size, groups: list[tuple[list[int], list[int]]], new: torch.Size) -> torch.Size:
@@ -208,37 +209,35 @@ def _inside(tensor: DTensor, mine: list[int], theirs: list[int], shape: torch.Si
 
 def _with_outer_cuts(
     tensor: DTensor, groups: list[tuple[list[int], list[int]]], shape: torch.Size
-) -> tuple[DTensor, bool] | None:
+) -> tuple[DTensor, bool]:
     """The same of a tensor whose parts lie scattered in the merged dims: their outermost dim is cut first.
 
-    Where two axes cut such dims the one with fewer ranks cuts the images instead, if there are enough of them; if not, both
-    cut the outermost dim, one inside the other; where its rows are too few for that, the cut is given up, with notice.
+    Where several axes cut such dims all but the one with most ranks cut the images instead, if there are enough of them; if not,
+    all cut the outermost dim, one inside the other; where its rows are too few for that, the merged one.
     """
     spec = spec_of(tensor)
     sizes = axes_of(spec.mesh).sizes
     placements: list[Placement] = list(sums_done(spec.placements))
+    scattered: list[int] = []
     for mine, theirs in groups:
         if not _inside(tensor, mine, theirs, shape):
             continue
-        over = [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in mine]
+        over = axes_cutting(tuple(placements), mine)
         stays = max(over, key=lambda axis: sizes[axis])
+        for axis in [axis for axis in over if axis != stays and 0 not in mine]:
+            if Shard(0) not in placements and tensor.size(0) % sizes[axis] == 0:
+                placements[axis] = Shard(0)
+                over.remove(axis)
         outer = next(dim for dim in mine if tensor.size(dim) != 1)
-        nests = may_nest(tensor.size(outer), [sizes[axis] for axis in over])
-        for axis in over:
-            images = Shard(0)
-            if axis == stays:
+        if len(over) == 1 or may_nest(tensor.size(outer), [sizes[axis] for axis in over]):
+            for axis in over:
                 placements[axis] = Shard(outer)
-            elif 0 not in mine and images not in placements and tensor.size(0) % sizes[axis] == 0:
-                placements[axis] = images
-            elif nests:
-                placements[axis] = Shard(outer)
-            else:
-                notice.gathering(aten.view.default, tensor.shape, tensor.dtype)
-                placements[axis] = Replicate()
+        else:
+            scattered = scattered or mine
     wanted = tuple(placements)
     local = recut(local_of(tensor), spec, wanted)
-    result = _reshaped(wrap(local, spec.mesh, wanted, tensor.shape, tensor.stride()), shape)
-    return None if result is None else (result[0], True)
+    moved = wrap(local, spec.mesh, wanted, tensor.shape, tensor.stride())
+    return _copied(merged(moved, scattered) if scattered else moved, shape)
 
 
 def _stride_of_view(tensor: DTensor, shape: torch.Size) -> tuple[int, ...] | None:

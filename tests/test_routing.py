@@ -1,0 +1,111 @@
+"""Rows that two mesh axes hold, along one dim or several, reach the ranks they belong to: reshapes, slices and what is joined."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from rules import device_mesh_of
+from torch.distributed.tensor import Replicate, Shard
+
+import torchtp
+from torchtp.dtensor.cut import cut_locally, full_of
+from torchtp.dtensor.routing import joined, picked, put
+from torchtp.dtensor.wrapping import wrap
+from torchtp.testing import run_ranks
+
+MESHES = [(2, 2), (2, 3), (3, 2)]
+NESTED = (Shard(1), Shard(1))
+RESHAPES = [
+    ((1, 3, 4, 6), (1, 3, 24)),
+    ((1, 3, 5, 7), (1, 3, 35)),
+    ((2, 3, 3, 5), (6, 3, 5)),
+    ((1, 14, 14, 3), (1, 196, 3)),
+    ((1, 2, 3, 5), (5, 6)),
+    ((4, 6, 1, 1), (3, 8, 1)),
+    ((2, 3, 4, 5), (120,)),
+    ((2, 3, 4, 5), (10, 12)),
+    ((1, 35, 3), (1, 5, 7, 3)),
+    ((5, 4, 4, 2), (5, 16, 2)),
+    ((1, 7, 4), (7, 2, 2)),
+    ((1, 1), ()),
+]
+
+
+def _mesh(sizes):
+    mesh = device_mesh_of(sizes)
+    torchtp.dtensor.mark(mesh, [0, 1])
+    return mesh
+
+
+def _cut(whole, mesh, placements):
+    return wrap(cut_locally(whole, mesh, placements), mesh, placements, whole.shape)
+
+
+def _check(tensor, expected):
+    assert torch.equal(full_of(tensor), expected)
+    assert torch.equal(tensor.to_local(), cut_locally(expected, tensor.device_mesh, tensor.placements))
+
+
+def run_reshapes(sizes, before, after):
+    mesh = _mesh(sizes)
+    whole = torch.arange(torch.Size(before).numel(), dtype=torch.float64).reshape(before)
+    for cuts in itertools.product([None, *range(len(before))], repeat=2):
+        if cuts == (None, None):
+            continue
+        placements = tuple(Replicate() if dim is None else Shard(dim) for dim in cuts)
+        reshaped = _cut(whole, mesh, placements).view(after)
+        _check(reshaped, whole.view(after))
+        lost = sum(isinstance(p, Replicate) for p in reshaped.placements) - cuts.count(None)
+        cut_one_row = any(dim is not None and before[dim] == 1 for dim in cuts)
+        assert lost <= 0 or cut_one_row or min(after) < 3, (cuts, reshaped.placements)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_cut_of_two_axes_stays_through_every_reshape(sizes):
+    for before, after in RESHAPES:
+        run_ranks(run_reshapes, math.prod(sizes), sizes, before, after)
+
+
+def run_rows(sizes):
+    mesh = _mesh(sizes)
+    for extent in (1, 2, 5, 13, 24):
+        whole = torch.randn(3, extent, 2, generator=torch.Generator().manual_seed(extent))
+        for begin, end, step in itertools.product((0, 1, 4), (1, 3, extent), (1, 2, 5)):
+            rows = range(min(begin, extent), max(min(begin, extent), min(end, extent)), step)
+            expected = whole[:, rows.start : rows.stop : rows.step]
+            part = picked(_cut(whole, mesh, NESTED), 1, rows)
+            _check(part, expected)
+            written = _cut(whole.clone(), mesh, NESTED)
+            put(part.to_local() * 2, written, 1, rows)
+            expected = whole.clone()
+            expected[:, rows.start : rows.stop : rows.step] *= 2
+            _check(written, expected)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_rows_of_a_dim_that_both_axes_cut_are_taken_and_put_back(sizes):
+    run_ranks(run_rows, math.prod(sizes), sizes)
+
+
+def run_joined(sizes):
+    mesh = _mesh(sizes)
+    for extents in [(1, 12), (5, 0, 1), (1, 1), (7, 13, 4)]:
+        pieces = [torch.randn(2, extent, 3, dtype=torch.float64) for extent in extents]
+        pieces = [
+            torch.full_like(piece, number) + torch.arange(piece.size(1))[:, None] / 100
+            for number, piece in enumerate(pieces)
+        ]
+        parts = [cut_locally(piece, mesh, NESTED) for piece in pieces]
+        expected = torch.cat(pieces, 1)
+        _check(wrap(joined(parts, extents, mesh, NESTED, 1), mesh, NESTED, expected.shape), expected)
+    for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64):
+        whole = torch.arange(26).reshape(2, 13).remainder(3).to(dtype)
+        _check(picked(_cut(whole, mesh, NESTED), 1, range(2, 13)), whole[:, 2:])
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_tensors_are_joined_along_a_dim_that_both_axes_cut(sizes):
+    run_ranks(run_joined, math.prod(sizes), sizes)

@@ -1,0 +1,162 @@
+"""Rows of dims that several mesh axes cut, brought to whichever rank is to hold them: one alltoall an axis.
+
+Where it is known of every row, on every axis, which rank holds it and which is to hold it, a row goes to its place along one axis
+after the other. So a tensor that two axes cut along two dims becomes one whose merged dim both cut, one inside the other, and the
+other way round; slices of such a dim and what is put together along it are cut anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from torchtp.dtensor.cut import Placements, axes_of, interval
+from torchtp.dtensor.moving import sent_around
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Placement, Shard, local_of, plain_shard, spec_of
+from torchtp.dtensor.wrapping import wrap
+
+Holders = list[torch.Tensor]  # for each of some mesh axes, of every row: the rank that holds it
+
+
+def axes_cutting(placements: Placements, dims: Sequence[int]) -> list[int]:
+    """The mesh axes that cut some of the dims."""
+    return [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
+
+
+def holders(mesh: DeviceMesh, placements: Placements, axes: Sequence[int], dims: Sequence[int], extents: Sequence[int]) -> Holders:  # fmt: skip
+    """Of every element of a box, flattened, whose dims are those `dims` of a tensor: the ranks that hold it.
+
+    Each of `axes` cuts one of the dims, inside of what those before it have cut.
+    """
+    sizes = axes_of(mesh).sizes
+    begins = [torch.zeros(extent, dtype=torch.int64) for extent in extents]
+    lengths = [torch.full((extent,), extent) for extent in extents]
+    found = []
+    for axis in axes:
+        placement = placements[axis]
+        assert isinstance(placement, Shard)
+        of = dims.index(placement.dim)
+        step = -(-lengths[of] // sizes[axis])
+        rank = (torch.arange(extents[of]) - begins[of]) // step
+        begins[of] = begins[of] + rank * step
+        lengths[of] = torch.minimum(step, lengths[of] - rank * step)
+        shape = [extent if place == of else 1 for place, extent in enumerate(extents)]
+        found.append(rank.view(shape).expand(*extents).reshape(-1))
+    return found
+
+
+def routed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int, now: Holders, wanted: Holders) -> torch.Tensor:  # fmt: skip
+    """This rank's rows along `dim`, in their order, before and after; the holders are the same on all ranks."""
+    ranks = [axes_of(mesh).ranks[axis] for axis in axes]
+    now = list(now)
+    for place, axis in enumerate(axes):
+        if torch.equal(now[place], wanted[place]):
+            continue
+        size, mine = axes_of(mesh).sizes[axis], ranks[place]
+        among = torch.ones_like(now[place], dtype=torch.bool)  # what this rank's group of the axis holds
+        for other, rank in enumerate(ranks):
+            if other != place:
+                among &= now[other] == rank
+        to = wanted[place][among & (now[place] == mine)]
+        came_from = now[place][among & (wanted[place] == mine)]
+        rows = local.resolve_conj().resolve_neg().movedim(dim, 0)
+        width = math.prod(rows.shape[1:])
+        sent = rows.index_select(0, torch.argsort(to, stable=True).to(local.device))
+        there = torch.bincount(came_from, minlength=size) * width
+        arrived = sent_around(sent.reshape(-1), torch.bincount(to, minlength=size).mul(width).tolist(), there.tolist(), mesh, axis)  # fmt: skip
+        arrived = arrived.view(len(came_from), *rows.shape[1:])
+        order = torch.argsort(torch.argsort(came_from, stable=True))
+        local = arrived.index_select(0, order.to(local.device)).movedim(0, dim)
+        now[place] = wanted[place]
+    return local
+
+
+def merged(tensor: DTensor, dims: Sequence[int]) -> DTensor:
+    """Consecutive dims as one, which all axes cut that cut one of them; a copy."""
+    spec = spec_of(tensor)
+    mesh, placements, first, last = spec.mesh, spec.placements, dims[0], dims[-1]
+    extents = [tensor.size(dim) for dim in dims]
+    shape = torch.Size([*tensor.shape[:first], math.prod(extents), *tensor.shape[last + 1 :]])
+    axes = axes_cutting(placements, dims)
+    after: list[Placement] = [_moved(place, last, first - last) for place in placements]
+    for axis in axes:
+        after[axis] = Shard(first)
+    rows = local_of(tensor).flatten(first, last)
+    now = holders(mesh, placements, axes, dims, extents)
+    wanted = holders(mesh, tuple(after), axes, [first], [shape[first]])
+    return wrap(routed(rows, mesh, axes, first, now, wanted), mesh, tuple(after), shape)
+
+
+def split(tensor: DTensor, dim: int, extents: Sequence[int]) -> DTensor | None:
+    """A dim that several axes cut as several dims, of which the last ones are cut, by an axis each; None where they are too small."""
+    spec = spec_of(tensor)
+    mesh, placements = spec.mesh, spec.placements
+    axes = axes_cutting(placements, [dim])
+    wide = [place for place, extent in enumerate(extents) if extent > 1]
+    chosen = wide[-len(axes) :]
+    sizes = axes_of(mesh).sizes
+    if len(wide) < len(axes) or any(extents[of] < sizes[axis] for of, axis in zip(chosen, axes, strict=True)):
+        return None
+    after: list[Placement] = [_moved(place, dim, len(extents) - 1) for place in placements]
+    for of, axis in zip(chosen, axes, strict=True):
+        after[axis] = Shard(dim + of)
+    dims = [dim + of for of in range(len(extents))]
+    now = holders(mesh, placements, axes, [dim], [tensor.size(dim)])
+    wanted = holders(mesh, tuple(after), axes, dims, extents)
+    rows = routed(local_of(tensor), mesh, axes, dim, now, wanted)
+    shape = torch.Size([*tensor.shape[:dim], *extents, *tensor.shape[dim + 1 :]])
+    parts = [interval(mesh, tuple(after), d, shape[d]) for d in dims]
+    return wrap(rows.unflatten(dim, [end - begin for begin, end in parts]), mesh, tuple(after), shape)
+
+
+def picked(tensor: DTensor, dim: int, rows: range) -> DTensor:
+    """Some rows of a dim that several axes cut, cut anew; a copy."""
+    spec = spec_of(tensor)
+    mesh, placements, extent = spec.mesh, spec.placements, tensor.size(dim)
+    axes = axes_cutting(placements, [dim])
+    now = _of_picked(holders(mesh, placements, axes, [dim], [extent]), rows)
+    wanted = holders(mesh, placements, axes, [dim], [len(rows)])
+    local = routed(_mine(tensor, dim, rows), mesh, axes, dim, now, wanted)
+    return wrap(local, mesh, placements, torch.Size([*tensor.shape[:dim], len(rows), *tensor.shape[dim + 1 :]]))
+
+
+def put(part: torch.Tensor, whole: DTensor, dim: int, rows: range) -> None:
+    """Writes into some rows of a dim that several axes cut; `part` is this rank's of a tensor that is cut as the whole."""
+    spec = spec_of(whole)
+    mesh, placements = spec.mesh, spec.placements
+    axes = axes_cutting(placements, [dim])
+    now = holders(mesh, placements, axes, [dim], [len(rows)])
+    wanted = _of_picked(holders(mesh, placements, axes, [dim], [whole.size(dim)]), rows)
+    _mine(whole, dim, rows).copy_(routed(part, mesh, axes, dim, now, wanted))
+
+
+def joined(parts: Sequence[torch.Tensor], extents: Sequence[int], mesh: DeviceMesh, placements: Placements, dim: int) -> torch.Tensor:  # fmt: skip
+    """This rank's part of what tensors of these extents are along a dim that several axes cut, one behind the other."""
+    axes = axes_cutting(placements, [dim])
+    each = [holders(mesh, placements, axes, [dim], [extent]) for extent in extents]
+    now = [torch.cat(of_axis) for of_axis in zip(*each, strict=True)]
+    wanted = holders(mesh, placements, axes, [dim], [sum(extents)])
+    return routed(torch.cat(list(parts), dim), mesh, axes, dim, now, wanted)
+
+
+def _of_picked(every: Holders, rows: range) -> Holders:
+    return [ranks[rows.start : rows.stop : rows.step] for ranks in every]
+
+
+def _mine(tensor: DTensor, dim: int, rows: range) -> torch.Tensor:
+    """A view of those of the rows that this rank holds."""
+    begin, end = interval(tensor.device_mesh, spec_of(tensor).placements, dim, tensor.size(dim))
+    behind = -(-(max(begin, rows.start) - rows.start) // rows.step)  # how many of them lie before this rank's
+    first = rows.start + behind * rows.step
+    last = max(first, min(end, rows.stop))
+    local = local_of(tensor)
+    if first >= end:
+        return local.narrow(dim, 0, 0)
+    return torch.ops.aten.slice(local, dim, first - begin, last - begin, rows.step)
+
+
+def _moved(place: Placement, behind: int, by: int) -> Placement:
+    """The placement after dims were put in or taken out before those behind `behind`."""
+    return Shard(place.dim + by) if plain_shard(place) and place.dim > behind else place
