@@ -92,6 +92,20 @@ def _windows_of(x, height, width):
     return mixed.view(1, rows, columns, height, width, 4).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
 
 
+def _queried_by_all(x):
+    """Each window by queries of the whole image, as in Global Context ViT."""
+    parts = x.view(1, 4, 2, 4, 3, 2).permute(0, 2, 4, 3, 5, 1).reshape(6, 8, 4)
+    queries = tokens(F.avg_pool2d(x, 2))[:, :6].repeat(6, 1, 1)
+    return (queries @ parts.transpose(1, 2)).softmax(-1) @ parts
+
+
+def _class_attention(x, token):
+    y = tokens(x)
+    joined = torch.cat([token.expand(x.size(0), -1, -1), y], 1)
+    asked = F.scaled_dot_product_attention(joined[:, :1], joined, joined)
+    return torch.cat([asked, y], 1)
+
+
 def _with_class_token(x, token, weight):
     y = torch.cat([token.expand(x.size(0), -1, -1), tokens(x)], 1)
     y = y + F.linear(F.layer_norm(y, [4]), weight)
@@ -112,6 +126,8 @@ SEQUENCES = {  # of one image, which leaves no images to cut instead; with the s
     "odd_rows": (lambda x: x + image_of(tokens(x[..., :7, :5]).softmax(1), x[..., :7, :5]).sum(), []),
     "few_windows": (lambda x: _windows_of(x, 4, 3), []),
     "class_token": (lambda x, token, w: _with_class_token(x, token, w), [(1, 1, 4), (4, 4)]),
+    "queried_by_all": (_queried_by_all, []),
+    "class_attention": (_class_attention, [(1, 1, 4)]),
     "rows_of_a_sequence": (lambda x: tokens(x)[:, 3:41:3].exp() * tokens(x)[:, 5:18] + tokens(x)[:, 7:8], []),
     "split_sequence": (lambda x: sum(piece.sin().sum() * i for i, piece in enumerate(tokens(x).split([5, 20, 23], 1))), []),
     "joined_sequences": (lambda x: torch.cat([tokens(x), tokens(F.avg_pool2d(x, 2)), tokens(x)[:, ::5]], 1).square(), []),

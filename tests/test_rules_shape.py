@@ -82,6 +82,7 @@ CASES = {
     "pixel_unshuffle": (lambda x: F.pixel_unshuffle(x, 2).sin(), [(2, 1, 10, 14)]),
     "expand": (lambda x: x.expand(2, 4, 9, 11).sin(), [(2, 1, 9, 11)]),
     "repeat": (lambda x: x.repeat(2, 1, 1, 1).sin(), [IMAGE]),
+    "repeat_all": (lambda x: x.repeat(2, 1, 2, 3).sin(), [IMAGE]),
     "contiguous": (lambda x: x.permute(0, 2, 3, 1).contiguous().sin(), [IMAGE]),
     "channels_last": (lambda x: x.contiguous(memory_format=torch.channels_last).sin(), [IMAGE]),
     "one_pixel_more": (lambda x: x[:, :, :-1] - x[:, :, 1:], [IMAGE]),

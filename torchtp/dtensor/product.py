@@ -66,9 +66,9 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cut_a = _letters(a, dims_a) if isinstance(a, DTensor) else none
     cut_b = _letters(b, dims_b) if isinstance(b, DTensor) else none
     letters: list[str] = []
-    for of_a, of_b in zip(cut_a, cut_b, strict=True):
+    for axis, (of_a, of_b) in enumerate(zip(cut_a, cut_b, strict=True)):
         letter = _kept(of_a, of_b, b.numel() <= a.numel())
-        nested = letter in cut_a[: len(letters)] if of_a == letter else letter in cut_b[: len(letters)]
+        nested = any(cut[axis] == letter and letter in cut[:axis] for cut in (cut_a, cut_b))
         letters.append("" if letter in letters and not nested else letter)
     shape = torch.Size([*a.shape[:-1], b.size(-1)])
     # To bring a factor to every rank is in the nature of the product if it is no larger than the other one or the product.

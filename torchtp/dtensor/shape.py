@@ -97,7 +97,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(has_strided_shard(tensor) for tensor in tensors):
         return fallback(op, args, kwargs)
     tensors = [tensor for tensor in tensors if tensor.dim() > 1 or tensor.numel() > 0] or list(tensors)[:1]
-    lead = next((t for t in tensors if is_spatial(t)), None)
+    lead = max(filter(is_spatial, tensors), key=torch.numel, default=None)  # the others are cut as the largest is
     if lead is None:
         if all(isinstance(tensor, DTensor) for tensor in tensors):
             return unruled(op, args, kwargs)
@@ -239,12 +239,17 @@ def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("repeat")
+@takes_nested
 def repeat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, repeats = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
-    local, mesh, placements = summed(tensor)
     more = len(repeats) - tensor.dim()
+    repeats = list(repeats)
+    for dim in {p.dim for p in spec_of(tensor).placements if plain_shard(p) and repeats[p.dim + more] > 1}:
+        tensor = cat(aten.cat.default, ([tensor] * repeats[dim + more], dim), {})
+        repeats[dim + more] = 1
+    local, mesh, placements = summed(tensor)
     if any(plain_shard(p) and repeats[p.dim + more] != 1 for p in placements):
         return fallback(op, args, kwargs)
     wider = tuple(Shard(p.dim + more) if plain_shard(p) else p for p in placements)
