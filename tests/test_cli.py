@@ -41,7 +41,15 @@ def test_without_a_command_help_is_shown(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["info", "--help"], ["plan", "--help"], ["trace", "--help"], ["timeline", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["info", "--help"],
+        ["plan", "--help"],
+        ["trace", "--help"],
+        ["timeline", "--help"],
+        ["bench", "--help"],
+    ],
 )
 def test_help_is_complete(arguments, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import importlib
 import json
 import os
 import platform
@@ -123,39 +122,13 @@ def plan(
     import torch
 
     import torchtp
+    from torchtp import named
 
-    module = _made(network, arguments or {})
+    module = named.made(network, arguments or {})
     module.train(not evaluates)
     kind = getattr(torch, DTYPES[dtype]) if dtype else None
     shape = shapes[0] if len(shapes) == 1 else shapes
     return [torchtp.explain(module, shape, mesh, dtype=kind) for mesh in meshes]
-
-
-def _made(network: str, arguments: dict[str, Any]) -> Any:
-    """The module that `network` names or makes."""
-    import torch
-
-    path, colon, name = network.partition(":")
-    if not colon or not path or not name:
-        raise ValueError(
-            f"a network is given as package.module:callable, as torchvision.models:resnet50, not {network!r}"
-        )
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as python -m does: networks of the folder one is in
-    try:
-        made: Any = importlib.import_module(path)
-        for part in name.split("."):
-            made = getattr(made, part)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{network} is not there: {error}") from error
-    if callable(made) and not isinstance(made, torch.nn.Module):
-        try:
-            made = made(**arguments)
-        except Exception as error:  # of the network's author, whatever it is
-            raise ValueError(f"{network} makes no network: {type(error).__name__}: {error}") from error
-    if not isinstance(made, torch.nn.Module):
-        raise ValueError(f"{network} is or makes a {type(made).__name__}, not a torch.nn.Module")
-    return made
 
 
 def _mesh(text: str) -> dict[str, int]:
@@ -207,6 +180,39 @@ def _show_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _show_bench(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from torchtp import bench, tables
+
+    if (arguments.network is None) != (not arguments.mesh) or (arguments.network is None) != (not arguments.shape):
+        print("torchtp: bench takes a network with --shape and --mesh, or none of them", file=sys.stderr)
+        return 2
+    try:
+        if arguments.network is None:
+            measured: list[Any] = bench.calls(arguments.ranks, arguments.repeat or 20)
+        else:
+            kind = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+            work: dict[str, Any] = {
+                "arguments": dict(arguments.argument),
+                "dtype": kind,
+                "repeat": arguments.repeat or 5,
+            }
+            measured = [bench.steps(arguments.network, arguments.shape, mesh, **work) for mesh in arguments.mesh]
+    except ValueError as error:
+        print(f"torchtp: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(each) for each in measured], indent=1))
+    elif arguments.network is None:
+        print(f"Between {arguments.ranks} processes of this machine, fp32\n{tables.of_call_times(measured)}")
+    else:
+        print(
+            f"A training step on this machine's {len(os.sched_getaffinity(0))} cores\n{tables.of_step_times(measured)}"
+        )
+    return 0
+
+
 def _show_trace(arguments: argparse.Namespace) -> int:
     from torchtp import parting
 
@@ -233,8 +239,29 @@ def _write_timeline(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _take_network(command: argparse.ArgumentParser, optional: bool = False) -> None:
+    """The arguments that name a network, its images and meshes."""
+    command.add_argument(
+        "network", metavar="MODULE:CALLABLE", nargs="?" if optional else None,
+        help="what makes the torch.nn.Module when called, or is one",
+    )  # fmt: skip
+    command.add_argument(
+        "--argument", type=_argument, action="append", default=[], metavar="NAME=VALUE",
+        help="what to call it with, a Python literal or text; again for every further one",
+    )  # fmt: skip
+    command.add_argument(
+        "--shape", type=_shape, action="append", required=not optional, metavar="N,C,H,W",
+        help="of the images a data rank passes; again for every further image the network takes",
+    )  # fmt: skip
+    command.add_argument(
+        "--mesh", type=_mesh, action="append", required=not optional, metavar="h=2,w=2",
+        help="number of ranks that cut H, W, D (h, w, d), and of data ranks (data); again for every mesh to compare",
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, help="of network and images (default: the network's own)")
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line: `torchtp info`, `torchtp plan`, `torchtp trace`, `torchtp timeline`, `torchtp --version`."""
+    """The command line: `torchtp info`, `torchtp plan`, `torchtp bench`, `torchtp trace`, `torchtp timeline`, `torchtp --version`."""
     root = argparse.ArgumentParser(prog="torchtp", description=__doc__, epilog=EPILOG)
     root.add_argument("--version", action="store_true", help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND")
@@ -254,26 +281,26 @@ def parser() -> argparse.ArgumentParser:
         "Exits with 2 if the network is not found or does not take such images.",
         epilog="example: torchtp plan torchvision.models:resnet50 --shape 1,3,2160,3840 --mesh w=4 --mesh h=2,w=2",
     )
-    command.add_argument(
-        "network", metavar="MODULE:CALLABLE", help="what makes the torch.nn.Module when called, or is one"
-    )
-    command.add_argument(
-        "--argument", type=_argument, action="append", default=[], metavar="NAME=VALUE",
-        help="what to call it with, a Python literal or text; again for every further one",
-    )  # fmt: skip
-    command.add_argument(
-        "--shape", type=_shape, action="append", required=True, metavar="N,C,H,W",
-        help="of the images a data rank passes; again for every further image the network takes",
-    )  # fmt: skip
-    command.add_argument(
-        "--mesh", type=_mesh, action="append", required=True, metavar="h=2,w=2",
-        help="number of ranks that cut H, W, D (h, w, d), and of data ranks (data); again for every mesh to compare",
-    )  # fmt: skip
-    command.add_argument("--dtype", choices=DTYPES, help="of network and images (default: the network's own)")
+    _take_network(command)
     command.add_argument("--eval", action="store_true", help="the network in evaluation mode, as for a frozen one")
     command.add_argument("--details", action="store_true", help="list every gather and what is wasteful, for each mesh")
     command.add_argument("--json", action="store_true", help="print every number as JSON instead of a table")
     command.set_defaults(run=_show_plan)
+    command = commands.add_parser(
+        "bench",
+        help="what this machine does: calls beside gloo's, or training steps on a mesh beside one process",
+        description="Without a network: time collectives and messages between processes of this machine, beside gloo. With one: time "
+        "training steps (forward, backward, averaging) on random images, for each mesh, beside one process that has all cores, and compare the "
+        "gradients. Medians of the slowest rank, both sides in turn in the same processes. On CPUs. Exits with 2 if the network is not found.",
+        epilog="examples: torchtp bench --ranks 4;  torchtp bench torchvision.models:resnet50 --shape 2,3,512,512 --mesh w=2",
+    )
+    _take_network(command, optional=True)
+    command.add_argument(
+        "--ranks", type=int, default=2, help="without a network: how many processes (default: %(default)s)"
+    )
+    command.add_argument("--repeat", type=int, help="measurements of each figure (default: 20, of training steps 5)")
+    command.add_argument("--json", action="store_true", help="print every number as JSON instead of a table")
+    command.set_defaults(run=_show_bench)
     command = commands.add_parser(
         "trace",
         help="where the ranks of a job part: merges the traces that they wrote down",

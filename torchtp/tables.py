@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchtp.bench import CallTime, StepTime
     from torchtp.explanation import Explanation
     from torchtp.statistics import GroupStatistics
 
@@ -87,6 +88,39 @@ def of_calls(told: GroupStatistics) -> str:
         ]
         lines += _table(("", *(f"rank {rank}" for rank in ranks)), waits)
     return "\n".join(lines)
+
+
+def of_call_times(measured: Sequence[CallTime]) -> str:
+    """Calls of the backend beside gloo's."""
+    head = ("op", "bytes a rank", "torchtp", "gloo", "gloo : torchtp")
+    rows = [
+        (
+            each.op,
+            as_bytes(each.num_bytes),
+            as_seconds(each.torchtp_s),
+            as_seconds(each.gloo_s),
+            f"{each.gloo_s / each.torchtp_s:.1f}",
+        )
+        for each in measured
+    ]
+    return "\n".join(_table(head, rows))
+
+
+def of_step_times(measured: Sequence[StepTime]) -> str:
+    """Training steps on meshes beside one process."""
+    head = ("mesh", "ranks", "one process", "on the mesh", "times as fast", "gradients differ by")
+    rows = [
+        (
+            as_mesh(each.mesh),
+            str(math.prod(each.mesh.values())),
+            as_seconds(each.one_process_s),
+            as_seconds(each.mesh_s),
+            f"{each.one_process_s / each.mesh_s:.2f}",
+            "" if each.difference is None else f"{each.difference:.0e}",
+        )
+        for each in measured
+    ]
+    return "\n".join(_table(head, rows))
 
 
 def as_seconds(seconds: float) -> str:

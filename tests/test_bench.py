@@ -1,0 +1,47 @@
+"""`torchtp bench`: its figures are of what was asked for, and what can't be measured is told."""
+
+import json
+
+import pytest
+
+from torchtp import bench, cli, tables
+
+CONVOLUTION = [
+    "torch.nn:Conv2d",
+    *(f"--argument={text}" for text in ("in_channels=3", "out_channels=4", "kernel_size=3", "padding=1")),
+]
+
+
+def test_calls_are_measured_beside_gloo(monkeypatch, capsys):
+    monkeypatch.setattr(bench.calls, "__defaults__", (1, (64, 4096)))
+    assert cli.main(["bench", "--ranks", "2", "--repeat", "1", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    ops = ("allreduce", "allgather", "alltoall", "neighbours")
+    assert [(row["op"], row["num_bytes"]) for row in rows] == [(op, size) for op in ops for size in (64, 4096)]
+    assert all(row["torchtp_s"] > 0 and row["gloo_s"] > 0 for row in rows)
+
+
+def test_a_training_step_is_measured_beside_one_process_and_gradients_compared(capsys):
+    meshes = ["--mesh=w=2", "--mesh=data=2,w=2", "--dtype=fp64"]
+    assert cli.main(["bench", *CONVOLUTION, "--shape=1,3,8,12", *meshes, "--repeat=1", "--json"]) == 0
+    cut, data = json.loads(capsys.readouterr().out)
+    assert cut["mesh"] == {"w": 2}
+    assert 0 <= cut["difference"] < 1e-12
+    assert data["difference"] is None
+    assert cut["one_process_s"] > 0 < cut["mesh_s"]
+    table = tables.of_step_times([bench.StepTime(**cut), bench.StepTime(**data)]).splitlines()
+    assert [line.split()[:2] for line in table[1:]] == [["w=2", "2"], ["data=2,w=2", "4"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["torch.nn:Conv9d", "--shape=1,3,8,8", "--mesh=w=2"], "torch.nn:Conv9d is not there"),
+        ([*CONVOLUTION, "--shape=1,5,8,8", "--mesh=w=2"], "rank 0: RuntimeError: Given groups=1"),
+        (["torch.nn:ReLU", "--mesh=w=2"], "a network with --shape and --mesh, or none of them"),
+    ],
+    ids=["name", "shape", "no shape"],
+)
+def test_what_can_not_be_measured_is_told(arguments, told, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    assert told in capsys.readouterr().err
