@@ -12,6 +12,7 @@ import torch
 from models import make_layout
 from operators import Steps
 from random_networks import random_network
+from random_sequences import random_sequence
 from rules import assert_same
 
 import torchtp
@@ -35,13 +36,13 @@ def is_stable(network, image, expected):
     return all((a - b).abs().max() < 1e-9 * (1 + b.abs().max()) for a, b in pairs)
 
 
-def run_networks(axes, seeds):
+def run_networks(make, axes, seeds):
     """The steps that were taken for each seed."""
     warnings.simplefilter("ignore")
     layout = make_layout(axes)
     taken = []
     for seed in seeds:
-        network, image = random_network(seed)
+        network, image = make(seed)
         one = copy.deepcopy(network)
         expected = step(one, image)
         if not is_stable(network, image, expected):
@@ -58,8 +59,10 @@ def run_networks(axes, seeds):
     return taken
 
 
-def assert_alike(axes, seeds, timeout):
-    first, *others = run_ranks(run_networks, math.prod(axes.values()), axes, seeds, backend="torchtp", timeout=timeout)
+def assert_alike(make, axes, seeds, timeout):
+    first, *others = run_ranks(
+        run_networks, math.prod(axes.values()), make, axes, seeds, backend="torchtp", timeout=timeout
+    )
     assert sum(map(bool, first)) > 0.8 * len(seeds), "nearly all networks are compared"
     for seed, *steps in zip(seeds, first, *others, strict=True):
         parted = next((pair for pair in zip_longest(*steps) if len(set(pair)) > 1), None)
@@ -68,11 +71,23 @@ def assert_alike(axes, seeds, timeout):
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_random_networks(axes):
-    assert_alike(axes, range(60), 120)
+    assert_alike(random_network, axes, range(60), 120)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_more_random_networks(axes, part):
-    assert_alike(axes, range(60 + part * 100, 160 + part * 100), 600)
+    assert_alike(random_network, axes, range(60 + part * 100, 160 + part * 100), 600)
+
+
+@pytest.mark.parametrize("axes", [{"h": 3}, {"h": 2, "w": 2}], ids=str)
+def test_random_sequences(axes):
+    assert_alike(random_sequence, axes, range(30), 120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}, {"h": 2, "w": 3}, {"w": 2, "h": 2}], ids=str)
+def test_more_random_sequences(axes, part):
+    assert_alike(random_sequence, axes, range(40 + part * 100, 140 + part * 100), 600)

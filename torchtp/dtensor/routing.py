@@ -48,7 +48,8 @@ def holders(mesh: DeviceMesh, placements: Placements, axes: Sequence[int], dims:
 
 
 def routed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int, now: Holders, wanted: Holders) -> torch.Tensor:  # fmt: skip
-    """This rank's rows along `dim`, in their order, before and after; the holders are the same on all ranks."""
+    """A copy of this rank's rows along `dim`, in their order, before and after; the holders are the same on all ranks."""
+    given = local
     ranks = [axes_of(mesh).ranks[axis] for axis in axes]
     now = list(now)
     for place, axis in enumerate(axes):
@@ -70,7 +71,7 @@ def routed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int,
         order = torch.argsort(torch.argsort(came_from, stable=True))
         local = arrived.index_select(0, order.to(local.device)).movedim(0, dim)
         now[place] = wanted[place]
-    return local
+    return local.clone() if local is given else local
 
 
 def merged(tensor: DTensor, dims: Sequence[int]) -> DTensor:
