@@ -162,6 +162,20 @@ def _grouped(y, layer, grid, number):
     return layer(tokens.view(y.size(0), 2, y.size(1), 2).permute(0, 2, 1, 3).flatten(2))
 
 
+def _recurrent(y, layer, grid, number):
+    weights = [layer.weight, layer.weight.t()]
+    return torch.rnn_tanh(y, y.new_zeros(1, y.size(0), CHANNELS), weights, False, 1, 0.0, True, False, True)[0]
+
+
+def _recurrent_rows(y, layer, grid, number):
+    rows = y[:, number:].unflatten(1, grid).flatten(0, 1)
+    states = [torch.zeros(2, rows.size(0), CHANNELS // 2, dtype=y.dtype)] * 2
+    w = layer.weight
+    weights = [torch.cat([w, w.t()]), w.flatten().view(8, 2), torch.cat([w.t(), w]), w.t().reshape(8, 2)]
+    mixed = torch.lstm(rows, states, weights, False, 1, 0.0, True, True, True)[0]
+    return torch.cat([y[:, :number], mixed.unflatten(0, (-1, grid[0])).flatten(1, 2)], 1)
+
+
 def _repeated(y, layer, grid, number):
     return (layer(y).repeat(1, 2, 1).unflatten(1, (2, -1)).sum(1)) * y.repeat_interleave(2, 1)[:, ::2]
 
@@ -191,6 +205,8 @@ STEPS = [
     _coarse,
     _grouped,
     _repeated,
+    _recurrent,
+    _recurrent_rows,
 ]
 
 

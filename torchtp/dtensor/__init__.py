@@ -24,6 +24,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     pooling,
     product,
     random,
+    recurrent,
     reduction,
     regions,
     shape,

@@ -25,6 +25,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     redistributed,
     spec_of,
+    taken_apart,
 )
 from torchtp.dtensor.wrapping import Function, on_mesh, wrap
 
@@ -167,7 +168,7 @@ def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, mask, dropout, causal, scale, grouped = bound(op, args, kwargs)
     tensors, options = (query, key, value), {"scale": scale, "enable_gqa": grouped}
     if not any(map(is_spatial, tensors)):
-        return op.decompose(*args, **kwargs)
+        return taken_apart(op, args, kwargs)
     ours = is_spatial(query) and not any(map(has_strided_shard, tensors))
     ours = ours and all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors)
     ours = ours and all(_has_images_of(query, t, grouped) for t in (key, value))

@@ -13,7 +13,7 @@ from torchtp.dtensor.pooling import each
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
-from torchtp.dtensor.upstream import DTensor, Op, passthrough
+from torchtp.dtensor.upstream import DTensor, Op, passthrough, taken_apart
 from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
 ops = torch.ops.torchtp
@@ -122,7 +122,7 @@ def convolution_double_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str,
     grad_grad_input, grad_grad_weight, grad_grad_bias, grad_output, weight, input, *params, mask = args
     tensors = (grad_grad_input, grad_output, input)
     if not any(isinstance(tensor, DTensor) and _takes(tensor, weight) for tensor in tensors):
-        return op.decompose(*args, **kwargs)
+        return taken_apart(op, args, kwargs)
     for_grad_output = for_input = for_weight = None
     if mask[0]:
         parts = []

@@ -17,7 +17,7 @@ from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of, taken_apart
 from torchtp.dtensor.wrapping import Function, on_mesh, parameter_gradient, wrap
 
 _OP = torch.ops.aten.linear.default
@@ -150,7 +150,7 @@ class Spread(Function):
 @takes_nested
 def linear(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias = bound(op, args, kwargs)
-    return Linear.apply(input, weight, bias) if _takes(input, weight, bias) else op.decompose(*args, **kwargs)
+    return Linear.apply(input, weight, bias) if _takes(input, weight, bias) else taken_apart(op, args, kwargs)
 
 
 @spatial_rule("linear")

@@ -23,6 +23,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     redistributed,
     spec_of,
+    taken_apart,
 )
 from torchtp.dtensor.wrapping import wrap
 
@@ -116,7 +117,7 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
     fits = target.shape == torch.Size([logits.size(0), *logits.shape[2:]]) if logits.dim() > 4 else False
     if not fits or not is_spatial(logits) or has_strided_shard(logits):
-        return op.decompose(*args, **kwargs)
+        return taken_apart(op, args, kwargs)
     if not isinstance(target, DTensor):
         mesh, placements = logits.device_mesh, _for_target(logits.placements)
         target = wrap(cut_locally(target, mesh, placements), mesh, placements, target.shape)

@@ -13,7 +13,7 @@ from torchtp.dtensor.pooling import any_dim, each, pooled_shape
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, taken_apart
 from torchtp.dtensor.wrapping import Function, wrap
 
 ops = torch.ops.torchtp
@@ -152,4 +152,4 @@ class MaxPoolGather(Function):
 def max_pool_without_indices(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """aten's own second derivative flattens the image."""
     input, *params = bound(op, args, kwargs)
-    return MaxPool.apply(input, op, params) if _taken(op, input) else op.decompose(*args, **kwargs)
+    return MaxPool.apply(input, op, params) if _taken(op, input) else taken_apart(op, args, kwargs)

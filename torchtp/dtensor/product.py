@@ -26,6 +26,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     redistributed,
     spec_of,
+    taken_apart,
 )
 from torchtp.dtensor.wrapping import wrap
 
@@ -136,4 +137,4 @@ def matmul(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return F.linear(a, b.t()) if b.dim() == 2 else F.linear(a, b.unsqueeze(0)).squeeze(-1)
     if b.dim() > 2 and a.dim() == 2 and is_spatial(b) and is_replicated(a):
         return F.linear(b.transpose(-2, -1), a).transpose(-2, -1)
-    return op.decompose(*args, **kwargs)
+    return taken_apart(op, args, kwargs)

@@ -14,7 +14,7 @@ from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.sums import holds_sum, link_views, write_into_sum
 from torchtp.dtensor.tracing import traced, tracing
-from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough
+from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough, taken_apart
 from torchtp.dtensor.whole import hand_in
 from torchtp.dtensor.wrapping import called
 
@@ -56,7 +56,7 @@ def composite_rule(name: str) -> Callable[[Handler], Handler]:
     """Enter a handler, made of differentiable ops, for a composite op of aten that meets a DTensor on a spatial mesh."""
 
     def enter(handler: Handler) -> Handler:
-        if hasattr(torch.ops.aten, name):
+        if hasattr(torch.ops.aten, name.partition(".")[0]):
             COMPOSITE_RULES[name] = handler
         return handler
 
@@ -174,11 +174,12 @@ def install_custom(otherwise: Handler) -> None:
 
 
 def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]) -> None:
-    op = getattr(torch.ops.aten, name).default
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     handler = guarded_composite(handler)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return handler(op, args, kwargs) if any(map(takes, args)) else op.decompose(*args, **kwargs)
+        return handler(op, args, kwargs) if any(map(takes, args)) else taken_apart(op, args, kwargs)
 
     library = _libraries.setdefault("aten, kernels", torch.library.Library("aten", "IMPL"))
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):

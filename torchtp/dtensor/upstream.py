@@ -160,7 +160,10 @@ def is_composite(op: Op) -> bool:
 
 
 def taken_apart(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a composite op is made of outside inference mode; `op.decompose` prefers formulas for compilers, where there are."""
+    """What a composite op is made of outside inference mode; `op.decompose` prefers formulas for compilers, where there are.
+
+    Those are slower, and that of LSTMs in both directions gives states of four dims (torch 2.11).
+    """
     return op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
