@@ -114,3 +114,25 @@ def run_joined(sizes):
 @pytest.mark.parametrize("sizes", MESHES)
 def test_tensors_are_joined_along_a_dim_that_both_axes_cut(sizes):
     run_ranks(run_joined, math.prod(sizes), sizes)
+
+
+def run_by_upstream(sizes):
+    """What people call themselves, of chunks of unequal length."""
+    mesh = _mesh(sizes)
+    for extent in (1, 5, 33, 50):
+        whole = torch.arange(2 * extent * 3).view(2, extent, 3)
+        tensor = _cut(whole, mesh, NESTED)
+        assert torch.equal(tensor.full_tensor(), whole)
+        for placements in [
+            (Replicate(), Replicate()),
+            (Shard(0), Shard(1)),
+            (Shard(2), Replicate()),
+            (Shard(1), Shard(2)),
+        ]:
+            _check(tensor.redistribute(placements=placements), whole)
+            _check(_cut(whole, mesh, placements).redistribute(placements=NESTED), whole)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_dtensor_s_own_redistribution_of_unequal_chunks_is_right(sizes):
+    run_ranks(run_by_upstream, math.prod(sizes), sizes)

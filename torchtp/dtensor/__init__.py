@@ -25,6 +25,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     product,
     random,
     recurrent,
+    redistribution,
     reduction,
     regions,
     shape,

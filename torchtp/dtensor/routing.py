@@ -31,15 +31,16 @@ def holders(mesh: DeviceMesh, placements: Placements, axes: Sequence[int], dims:
     Each of `axes` cuts one of the dims, inside of what those before it have cut.
     """
     sizes = axes_of(mesh).sizes
-    begins = [torch.zeros(extent, dtype=torch.int64) for extent in extents]
-    lengths = [torch.full((extent,), extent) for extent in extents]
+    rows = [torch.arange(extent, device="cpu") for extent in extents]
+    begins = [torch.zeros_like(each) for each in rows]
+    lengths = [torch.full_like(each, extent) for each, extent in zip(rows, extents, strict=True)]
     found = []
     for axis in axes:
         placement = placements[axis]
         assert isinstance(placement, Shard)
         of = dims.index(placement.dim)
         step = -(-lengths[of] // sizes[axis])
-        rank = (torch.arange(extents[of]) - begins[of]) // step
+        rank = (rows[of] - begins[of]) // step
         begins[of] = begins[of] + rank * step
         lengths[of] = torch.minimum(step, lengths[of] - rank * step)
         shape = [extent if place == of else 1 for place, extent in enumerate(extents)]
