@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, interval
+from torchtp.dtensor.cut import Placements, axes_of, interval, owned
 from torchtp.dtensor.moving import sent_around
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Placement, Shard, local_of, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 
-Holders = list[torch.Tensor]  # for each of some mesh axes, of every row: the rank that holds it
+Holders = list[torch.Tensor]  # for each of some mesh axes, of every row: the rank that holds it, in two bytes
 
 
 def axes_cutting(placements: Placements, dims: Sequence[int]) -> list[int]:
@@ -31,48 +31,49 @@ def holders(mesh: DeviceMesh, placements: Placements, axes: Sequence[int], dims:
     Each of `axes` cuts one of the dims, inside of what those before it have cut.
     """
     sizes = axes_of(mesh).sizes
-    rows = [torch.arange(extent, device="cpu") for extent in extents]
-    begins = [torch.zeros_like(each) for each in rows]
-    lengths = [torch.full_like(each, extent) for each, extent in zip(rows, extents, strict=True)]
+    chunks = [[extent] for extent in extents]  # how long they are, of each dim
     found = []
     for axis in axes:
         placement = placements[axis]
         assert isinstance(placement, Shard)
         of = dims.index(placement.dim)
-        step = -(-lengths[of] // sizes[axis])
-        rank = (rows[of] - begins[of]) // step
-        begins[of] = begins[of] + rank * step
-        lengths[of] = torch.minimum(step, lengths[of] - rank * step)
+        edges = [owned(length, sizes[axis], rank) for length in chunks[of] for rank in range(sizes[axis])]
+        ranks = torch.arange(sizes[axis], dtype=torch.int16, device="cpu").repeat(len(chunks[of]))
+        chunks[of] = [end - begin for begin, end in edges]
+        along = ranks.repeat_interleave(torch.tensor(chunks[of], device="cpu"))
         shape = [extent if place == of else 1 for place, extent in enumerate(extents)]
-        found.append(rank.view(shape).expand(*extents).reshape(-1))
+        found.append(along.view(shape).expand(*extents).reshape(-1))
     return found
 
 
 def routed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int, now: Holders, wanted: Holders) -> torch.Tensor:  # fmt: skip
     """A copy of this rank's rows along `dim`, in their order, before and after; the holders are the same on all ranks."""
     given = local
-    ranks = [axes_of(mesh).ranks[axis] for axis in axes]
+    mine = [axes_of(mesh).ranks[axis] for axis in axes]
     now = list(now)
     for place, axis in enumerate(axes):
         if torch.equal(now[place], wanted[place]):
             continue
-        size, mine = axes_of(mesh).sizes[axis], ranks[place]
         among = torch.ones_like(now[place], dtype=torch.bool)  # what this rank's group of the axis holds
-        for other, rank in enumerate(ranks):
+        for other, rank in enumerate(mine):
             if other != place:
                 among &= now[other] == rank
-        to = wanted[place][among & (now[place] == mine)]
-        came_from = now[place][among & (wanted[place] == mine)]
-        rows = local.resolve_conj().resolve_neg().movedim(dim, 0)
-        width = math.prod(rows.shape[1:])
-        sent = rows.index_select(0, torch.argsort(to, stable=True).to(local.device))
-        there = torch.bincount(came_from, minlength=size) * width
-        arrived = sent_around(sent.reshape(-1), torch.bincount(to, minlength=size).mul(width).tolist(), there.tolist(), mesh, axis)  # fmt: skip
-        arrived = arrived.view(len(came_from), *rows.shape[1:])
-        order = torch.argsort(torch.argsort(came_from, stable=True))
-        local = arrived.index_select(0, order.to(local.device)).movedim(0, dim)
+        to = wanted[place][among & (now[place] == mine[place])]
+        of = now[place][among & (wanted[place] == mine[place])]
+        local = _passed_on(local, mesh, axis, dim, to, of)
         now[place] = wanted[place]
     return local.clone() if local is given else local
+
+
+def _passed_on(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """One alltoall: row i of this rank goes to rank `to[i]` of the axis, and row i of the result comes from rank `of[i]`."""
+    rows = local.resolve_conj().resolve_neg().movedim(dim, 0)
+    size, width = axes_of(mesh).sizes[axis], math.prod(rows.shape[1:])
+    sent = rows.index_select(0, torch.argsort(to, stable=True).to(rows.device))
+    given, taken = ((torch.bincount(ranks, minlength=size) * width).tolist() for ranks in (to, of))
+    arrived = sent_around(sent.reshape(-1), given, taken, mesh, axis).view(len(of), *rows.shape[1:])
+    places = torch.argsort(of, stable=True).to(rows.device)
+    return torch.empty_like(arrived).index_copy_(0, places, arrived).movedim(0, dim)
 
 
 def merged(tensor: DTensor, dims: Sequence[int]) -> DTensor:
