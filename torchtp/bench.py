@@ -36,7 +36,7 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class CallTime:
-    """One collective call or exchange of halos, in seconds."""
+    """One collective call, or messages between neighbours, in seconds."""
 
     op: str
     num_bytes: int
@@ -51,14 +51,13 @@ class StepTime:
     mesh: Mapping[str, int]
     one_process_s: float
     mesh_s: float
-    difference: (
-        float | None
-    )  # the largest one of a gradient, as a share of the largest gradient; None of several data ranks,
-    # whose batch norms take their own images' statistics
+    # The largest one of a gradient, as a share of the largest gradient; None of several data ranks, whose batch norms take their
+    # own images' statistics.
+    difference: float | None
 
 
 def calls(num_ranks: int, repeat: int = 20, sizes: Sequence[int] = SIZES) -> list[CallTime]:
-    """Allreduce, allgather, alltoall and halos of fp32 between `num_ranks` processes of this machine."""
+    """Allreduce, allgather, alltoall and messages between neighbours, of fp32, between `num_ranks` processes of this machine."""
     per_rank = _on_ranks(_time_calls, num_ranks, repeat, tuple(sizes))
     return [CallTime(op, size, *map(_slowest, zip(*each, strict=True))) for (op, size), each in _by_key(per_rank)]
 
@@ -145,7 +144,7 @@ def _time_calls(repeat: int, sizes: Sequence[int]) -> dict[tuple[str, int], tupl
     rank, size = dist.get_rank(), dist.get_world_size()
     beside = [other for other in (rank - 1, rank + 1) if 0 <= other < size]
 
-    def halos(group: Any, tensor: Tensor) -> None:
+    def neighbours(group: Any, tensor: Tensor) -> None:
         arrived = [torch.empty_like(tensor) for _ in beside]
         ops = [dist.P2POp(dist.isend, tensor, other, group) for other in beside]
         ops += [dist.P2POp(dist.irecv, into, other, group) for other, into in zip(beside, arrived, strict=True)]
@@ -160,7 +159,7 @@ def _time_calls(repeat: int, sizes: Sequence[int]) -> dict[tuple[str, int], tupl
         if op == "alltoall":
             whole = tensor[: tensor.numel() // size * size]
             return dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-        return halos(group, tensor)
+        return neighbours(group, tensor)
 
     found = {}
     for op in ("allreduce", "allgather", "alltoall", "neighbours"):

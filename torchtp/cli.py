@@ -188,16 +188,13 @@ def _show_bench(arguments: argparse.Namespace) -> int:
     if (arguments.network is None) != (not arguments.mesh) or (arguments.network is None) != (not arguments.shape):
         print("torchtp: bench takes a network with --shape and --mesh, or none of them", file=sys.stderr)
         return 2
+    repeat = {"repeat": arguments.repeat} if arguments.repeat else {}
     try:
         if arguments.network is None:
-            measured: list[Any] = bench.calls(arguments.ranks, arguments.repeat or 20)
+            measured: list[Any] = bench.calls(arguments.ranks, **repeat)
         else:
             kind = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
-            work: dict[str, Any] = {
-                "arguments": dict(arguments.argument),
-                "dtype": kind,
-                "repeat": arguments.repeat or 5,
-            }
+            work: dict[str, Any] = {"arguments": dict(arguments.argument), "dtype": kind, **repeat}
             measured = [bench.steps(arguments.network, arguments.shape, mesh, **work) for mesh in arguments.mesh]
     except ValueError as error:
         print(f"torchtp: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         )
         setattr(mesh, _ATTRIBUTE, axes)
     return axes
+
+
+def axes_cutting(placements: Placements, dims: Collection[int]) -> list[int]:
+    """The mesh axes that cut some of the dims."""
+    return [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
 
 
 def shard_dim(placement: Placement) -> int | None:

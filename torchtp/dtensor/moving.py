@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, interval, owned, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, interval, owned, sums_done
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -86,9 +86,8 @@ def everywhere(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, exten
 
 def only_row(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, dim: int) -> torch.Tensor:
     """The one row of a dim on every rank of the axes that cut it."""
-    for axis in reversed(range(len(placements))):
-        cuts = plain_shard(placements[axis]) and placements[axis].is_shard(dim)
-        if cuts and interval(mesh, placements[:axis], dim, 1) == (0, 1):  # else no rank of this one's group has it
+    for axis in reversed(axes_cutting(placements, [dim])):
+        if interval(mesh, placements[:axis], dim, 1) == (0, 1):  # else no rank of this one's group has it
             local = everywhere(local, mesh, axis, dim, 1, 0, 1)
     return local
 

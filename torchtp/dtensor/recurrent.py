@@ -41,20 +41,19 @@ class _Plan:
     is_lstm: bool  # whose states are a list
     options: tuple[Any, ...]
 
-    def run(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Output and last states of a sequence, its states, and parameters."""
-        input, states, parameters = tensors[0], tensors[1 : 1 + self.num_states], tensors[1 + self.num_states :]
-        return self.op(input, states if self.is_lstm else states[0], parameters, *self.options)
+    def arguments(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Those of the op, of a sequence, its states and parameters in a row."""
+        states, parameters = tensors[1 : 1 + self.num_states], tensors[1 + self.num_states :]
+        return tensors[0], states if self.is_lstm else states[0], parameters, *self.options
 
-    def run_by_steps(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same by the ops it is made of, on cut tensors."""
-        input, states, parameters = tensors[0], tensors[1 : 1 + self.num_states], tensors[1 + self.num_states :]
-        return taken_apart(self.op, (input, states if self.is_lstm else states[0], parameters, *self.options), {})
+    @property
+    def placements(self) -> list[Placements]:
+        """Of the sequence and its states, in and out."""
+        return [self.sequences, *[self.states] * self.num_states]
 
     def parts(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         """What this rank computes with."""
-        placements = [self.sequences, *[self.states] * self.num_states]
-        local = [local_as(t, self.mesh, p) for t, p in zip(tensors, placements, strict=False)]
+        local = [local_as(t, self.mesh, p) for t, p in zip(tensors, self.placements, strict=False)]
         return local + [
             local_as(t, self.mesh, (Replicate(),) * self.mesh.ndim) if isinstance(t, DTensor) else t
             for t in tensors[1 + self.num_states :]
@@ -68,7 +67,7 @@ class Recurrent(Function):
     def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.plan = plan
-        output, *states = plan.run(plan.parts(tensors))
+        output, *states = plan.op(*plan.arguments(plan.parts(tensors)))
         batch = tensors[0].shape
         shape = torch.Size([*batch[:2], output.size(-1)])
         num = batch[0 if plan.options[-1] else 1]
@@ -84,15 +83,12 @@ class Recurrent(Function):
             return None, *_derivable(plan, tensors, grads, ctx.needs_input_grad[1:])
         parts = [part.detach().requires_grad_() for part in plan.parts(tensors)]
         with torch.enable_grad():
-            results = plan.run(parts)
-        given = [
-            local_as(grad, plan.mesh, plan.states if place else plan.sequences) for place, grad in enumerate(grads)
-        ]
+            results = plan.op(*plan.arguments(parts))
+        given = [local_as(grad, plan.mesh, place) for grad, place in zip(grads, plan.placements, strict=True)]
         of_parts = torch.autograd.grad(results, parts, given)
-        placements = [plan.sequences, *[plan.states] * plan.num_states]
         cut = [
             wrap(grad, plan.mesh, place, tensor.shape)
-            for grad, place, tensor in zip(of_parts, placements, tensors, strict=False)
+            for grad, place, tensor in zip(of_parts, plan.placements, tensors, strict=False)
         ]
         own = zip(of_parts[len(cut) :], tensors[len(cut) :], strict=True)
         return None, *cut, *(parameter_gradient(grad, tensor, plan.mesh, plan.sequences) for grad, tensor in own)
@@ -102,7 +98,7 @@ def _derivable(plan: _Plan, tensors: tuple[Any, ...], grads: tuple[Any, ...], ne
     """The gradients made of ops that can be derived again."""
     tensors = tuple(map(torch.ops.aten.alias, tensors))
     wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
-    results = plan.run_by_steps(list(tensors))
+    results = taken_apart(plan.op, plan.arguments(list(tensors)), {})
     found = iter(torch.autograd.grad(results, wanted, [on_mesh(grad, plan.mesh) for grad in grads], create_graph=True))
     return [next(found) if needs else None for needs in needed]
 

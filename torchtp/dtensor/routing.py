@@ -12,17 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, interval, owned
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, interval, owned
 from torchtp.dtensor.moving import sent_around
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Placement, Shard, local_of, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 
 Holders = list[torch.Tensor]  # for each of some mesh axes, of every row: the rank that holds it, in two bytes
-
-
-def axes_cutting(placements: Placements, dims: Sequence[int]) -> list[int]:
-    """The mesh axes that cut some of the dims."""
-    return [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
 
 
 def holders(mesh: DeviceMesh, placements: Placements, axes: Sequence[int], dims: Sequence[int], extents: Sequence[int]) -> Holders:  # fmt: skip

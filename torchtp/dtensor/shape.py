@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, interval, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, interval, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import gathers, mirrored, only_row, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -39,10 +39,7 @@ _FEW = 8  # rows
 
 def axis_cutting(placements: Placements, dim: int) -> int | None:
     """The mesh axis that cuts `dim`, if one does."""
-    for axis, placement in enumerate(placements):
-        if plain_shard(placement) and placement.dim == dim:
-            return axis
-    return None
+    return next(iter(axes_cutting(placements, [dim])), None)
 
 
 def summed(tensor: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:

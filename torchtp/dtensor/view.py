@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_of, sums_done
+from torchtp.dtensor.cut import axes_cutting, axes_of, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import only_row, pulled, pushed, put_into, recut, same_chunks, scaled
 from torchtp.dtensor.nesting import flat, may_nest, takes_nested
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import rule, spatial_rule
-from torchtp.dtensor.routing import axes_cutting, merged, split
+from torchtp.dtensor.routing import merged, split
 from torchtp.dtensor.shape import axis_cutting, summed
 from torchtp.dtensor.spatial import is_spatial, is_whole
 from torchtp.dtensor.upstream import (
@@ -139,7 +139,7 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool]:
         target = wide_out[0]
         inside, inside_out = tensor.size(dim), shape[target]
         if dim in nested_dims(placements):
-            nested = [inner for inner, p in enumerate(placements) if plain_shard(p) and p.dim == dim]
+            nested = axes_cutting(placements, [dim])
             over = [axes_of(mesh).sizes[inner] for inner in nested]
             same = inside == inside_out and len(wide) == len(wide_out) == 1
             if not same and not (may_nest(inside, over) and may_nest(inside_out, over)):
