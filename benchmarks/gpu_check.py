@@ -52,7 +52,9 @@ PIECES = (
     Piece("article", 120, "benchmarks.gpu.article"),
     Piece("article, compiled", 130, "benchmarks.gpu.article", ("--compiled",)),
     Piece("sanitizer", 200, "benchmarks.gpu.sanitizer"),
-    Piece("exchange tests", 340, "benchmarks.gpu.tests", ("--exchange",)),
+    Piece("exchange tests", 340, "benchmarks.gpu.tests", ("--kind", "exchanges")),
+    Piece("networks", 300, "benchmarks.gpu.networks"),
+    Piece("rule tests", 500, "benchmarks.gpu.tests", ("--kind", "rules")),
 )
 
 

@@ -97,7 +97,7 @@ def _diffusers() -> list[Network]:
             "diffusers", "UNet2DModel", sample_size=64, in_channels=3, out_channels=3, attention_head_dim=8, **blocks,
             down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         )()  # fmt: skip
-        return Called(module, lambda m, x: m(x, torch.tensor([3])).sample)
+        return Called(module, lambda m, x: m(x, torch.tensor([3], device=x.device)).sample)
 
     def conditional() -> nn.Module:
         module = _of(
@@ -106,7 +106,7 @@ def _diffusers() -> list[Network]:
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         )()  # fmt: skip
         words = torch.randn(1, 5, 16)
-        return Called(module, lambda m, x: m(x, torch.tensor([3]), words.to(x.dtype)).sample)
+        return Called(module, lambda m, x: m(x, torch.tensor([3], device=x.device), words.to(x)).sample)
 
     def autoencoder() -> nn.Module:
         module = _of(
@@ -120,7 +120,7 @@ def _diffusers() -> list[Network]:
             "diffusers", "DiTTransformer2DModel", num_attention_heads=2, attention_head_dim=16, in_channels=4,
             num_layers=2, sample_size=16, patch_size=2, num_embeds_ada_norm=10,
         )()  # fmt: skip
-        return Called(module, lambda m, x: m(x, torch.tensor([3]), torch.tensor([1])).sample)
+        return Called(module, lambda m, x: m(x, *torch.tensor([[3], [1]], device=x.device)).sample)
 
     return [
         Network("diffusers", "UNet2D", (1, 3, 64, 64), unet),
@@ -221,9 +221,10 @@ def _torchvision() -> list[Network]:
         boxes = torch.tensor([[10.0, 12, 60, 90], [70, 20, 150, 120], [5.5, 60.25, 33, 100]], dtype=torch.float64)
 
         def losses(module: nn.Module, images: Tensor) -> Any:
-            masks = torch.zeros(3, *images.shape[2:], dtype=torch.uint8)
+            masks = torch.zeros(3, *images.shape[2:], dtype=torch.uint8, device=images.device)
             masks[:, 20:70, 15:80] = 1
-            targets = [{"boxes": boxes + i, "labels": torch.tensor([1, 2, 3]), "masks": masks} for i in range(2)]
+            labels = torch.tensor([1, 2, 3], device=images.device)
+            targets = [{"boxes": boxes.to(images) + i, "labels": labels, "masks": masks} for i in range(2)]
             return module(list(images), targets)
 
         return lambda: Called(made(name, weights_backbone=None, num_classes=4, **options), losses)

@@ -39,8 +39,8 @@ _TOLERANCE = 1e-6
 _DIMS = {"d": -3, "h": -2, "w": -1}
 
 
-def _made(network: Network) -> nn.Module:
-    """The same on every rank; without what is random in training."""
+def made(network: Network) -> nn.Module:
+    """The same on every rank, in float64; without what is random in training."""
     torch.manual_seed(0)
     module = network.build().double().train()
     for part in module.modules():
@@ -56,51 +56,65 @@ def _tensors(outputs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _step(module: nn.Module, image: Tensor) -> tuple[list[Tensor], int]:
+def image_of(network: Network) -> Tensor:
+    return torch.rand(network.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def layout_of(axes: Axes, device: torch.device) -> torchtp.Layout:
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
+
+
+def step(module: nn.Module, image: Tensor) -> tuple[list[Tensor], int]:
     """The outputs and the bytes kept for backward; afterwards the parameters have the gradients of a weighted sum of all of them."""
     with SavedBytes(exclude=module.parameters()) as saved:
         outputs = _tensors(module(image))
     kept = saved.num_bytes
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=image.device)
     for number, output in enumerate(output for output in outputs if output.requires_grad):
         generator = torch.Generator().manual_seed(number)
-        weight = torch.rand(output.shape, generator=generator, dtype=output.dtype)
+        weight = torch.rand(output.shape, generator=generator, dtype=torch.float64).to(output)
         total = total + (output * weight).sum() / output.numel() ** 0.5
     total.backward()
     return outputs, kept
 
 
-def _error(mine: Tensor, reference: Tensor, least: float = 0.0) -> float:
+def error_of(mine: Tensor, reference: Tensor, least: float = 0.0) -> float:
+    """The largest difference over the largest number of the reference, which counts as `least` if it is less."""
     if mine.shape != reference.shape:
         return float("inf")
     scale = max(least, reference.abs().max().item()) if reference.numel() else 0.0
     return (mine - reference).abs().max().item() / scale if scale else 0.0
 
 
-def _compare(network: Network, axes: Axes) -> Row:
-    image = torch.rand(network.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one = _made(network)
-        expected, kept_by_one = _step(one, image)
-        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        layout = torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
-        gathered: list[int] = []
-        with told_to(lambda op, shape, dtype: gathered.append(shape.numel() * dtype.itemsize)):
-            cut = torchtp.parallelize(_made(network), layout, output="full")
-            outputs, kept = _step(cut, image)
+def compare_step(cut: nn.Module, outputs: list[Tensor], one: nn.Module, expected: list[Tensor]) -> float:
+    """The largest error of outputs and gradients; AssertionError if one side has some that the other has not."""
     if len(outputs) != len(expected):
         raise AssertionError(f"{len(outputs)} outputs, not {len(expected)}")
-    errors = [_error(mine.detach(), reference.detach()) for mine, reference in zip(outputs, expected, strict=True)]
+    errors = [error_of(mine.detach(), reference.detach()) for mine, reference in zip(outputs, expected, strict=True)]
     references = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
     least = 1e-4 * max((grad.abs().max().item() for grad in references.values()), default=0.0)
     for name, parameter in cut.named_parameters():
         if (parameter.grad is None) != (name not in references):
             raise AssertionError(f"{name} has a gradient on one side only")
         if parameter.grad is not None:
-            errors.append(_error(parameter.grad, references[name], least))
+            errors.append(error_of(parameter.grad, references[name], least))
+    return max(errors)
+
+
+def _compare(network: Network, axes: Axes) -> Row:
+    image = image_of(network)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one = made(network)
+        expected, kept_by_one = step(one, image)
+        layout = layout_of(axes, torch.device("cpu"))
+        gathered: list[int] = []
+        with told_to(lambda op, shape, dtype: gathered.append(shape.numel() * dtype.itemsize)):
+            cut = torchtp.parallelize(made(network), layout, output="full")
+            outputs, kept = step(cut, image)
     return {
-        "error": max(errors),
+        "error": compare_step(cut, outputs, one, expected),
         "kept_share": kept / kept_by_one,
         "gathers": len(gathered),
         "gathered_bytes": sum(gathered),
@@ -117,7 +131,8 @@ def compare(library: str, name: str, axes: Axes) -> Row:
         return {"error": float("inf"), "kept_share": 1.0, "gathers": 0, "gathered_bytes": 0, "failure": failure}
 
 
-def _version(library: str) -> str | None:
+def installed(library: str) -> str | None:
+    """Its version."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
@@ -132,17 +147,17 @@ def _axes(text: str) -> Axes:
 
 
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
-    made.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
-    args = made.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
+    flags.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
+    args = flags.parse_args()
     meshes = args.mesh or [{"h": 2}, {"h": 3}, {"w": 2}, {"h": 2, "w": 2}]
     chosen = [
         each
         for each in networks()
         if not args.wanted or any(part in f"{each.library} {each.name}" for part in args.wanted)
     ]
-    versions = {library: _version(library) for library in dict.fromkeys(each.library for each in chosen)}
+    versions = {library: installed(library) for library in dict.fromkeys(each.library for each in chosen)}
     present = [each for each in chosen if versions[each.library] is not None]
     if args.quick:
         present, meshes = present[:2], meshes[:1]

@@ -2,15 +2,15 @@
 
 import torch
 import torch.nn.functional as F
+from ranks_device import make_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import torchtp
 
 
 def make_layout(axes, spatial=None, data=None):
     """A layout on a mesh {"dp": 2, "w": 2}: axes named h and w cut H and W, dp is data."""
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = make_mesh(axes.values(), axes)
     dims = {"h": -2, "w": -1}
     return torchtp.Layout(mesh, {name: dims[name] for name in axes if name in dims}, "dp" if "dp" in axes else None)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from ranks_device import make_mesh, moved
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchtp
@@ -29,7 +30,7 @@ Mesh = tuple[tuple[int, ...], tuple[int | None, ...]]
 @functools.cache
 def device_mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """One mesh of a shape for all cases of a worker: every new one brings groups with threads of their own."""
-    return init_device_mesh("cpu", shape)
+    return make_mesh(shape)
 
 
 def num_ranks(mesh: Mesh) -> int:
@@ -96,6 +97,7 @@ def _check(
     cut_output: bool | None,
 ) -> None:
     device_mesh = device_mesh_of(mesh[0])
+    inputs, parameters = [moved(t) for t in inputs], [moved(t) for t in parameters]
     placements = placements_of(mesh)
     references = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (*inputs, *parameters)]
     mine = [

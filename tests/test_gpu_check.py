@@ -91,7 +91,8 @@ def test_what_pytest_prints_is_understood():
         "passed": ["tests/test_cuda.py::test_a[1-x]"],
         "failed": ["tests/test_cuda.py::test_b"],
     }
-    assert tests.files(of_exchanges=False) == ["tests/test_cuda.py", "tests/test_cuda_gradients.py"]
+    assert tests.files("kernels") == ["tests/test_cuda.py", "tests/test_cuda_gradients.py"]
+    assert all((ROOT / file).exists() for kind in ("exchanges", "rules") for file in tests.files(kind))
 
 
 def _figures():

@@ -13,6 +13,7 @@ from models import make_layout
 from operators import Steps
 from random_networks import random_network
 from random_sequences import random_sequence
+from ranks_device import moved
 from rules import assert_same
 
 import torchtp
@@ -25,7 +26,7 @@ def step(network, image):
     torch.manual_seed(7)
     image = image.detach().clone().requires_grad_()
     output = network(image)
-    weight = torch.rand(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
+    weight = moved(torch.rand(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype))
     (output * weight).sum().backward()
     return output.detach(), image.grad
 
@@ -42,7 +43,7 @@ def run_networks(make, axes, seeds):
     layout = make_layout(axes)
     taken = []
     for seed in seeds:
-        network, image = make(seed)
+        network, image = map(moved, make(seed))
         one = copy.deepcopy(network)
         expected = step(one, image)
         if not is_stable(network, image, expected):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from ranks_device import moved
 from rules import device_mesh_of
 from torch.distributed.tensor import Replicate, Shard
 
@@ -51,7 +52,7 @@ def _check(tensor, expected):
 
 def run_reshapes(sizes, before, after):
     mesh = _mesh(sizes)
-    whole = torch.arange(torch.Size(before).numel(), dtype=torch.float64).reshape(before)
+    whole = moved(torch.arange(torch.Size(before).numel(), dtype=torch.float64).reshape(before))
     for cuts in itertools.product([None, *range(len(before))], repeat=len(sizes)):
         if not any(dim is not None for dim in cuts):
             continue
@@ -77,7 +78,7 @@ def test_cuts_of_three_axes_stay_through_reshapes():
 def run_rows(sizes):
     mesh = _mesh(sizes)
     for extent in (1, 2, 5, 13, 24):
-        whole = torch.randn(3, extent, 2, generator=torch.Generator().manual_seed(extent))
+        whole = moved(torch.randn(3, extent, 2, generator=torch.Generator().manual_seed(extent)))
         for begin, end, step in itertools.product((0, 1, 4), (1, 3, extent), (1, 2, 5)):
             rows = range(min(begin, extent), max(min(begin, extent), min(end, extent)), step)
             expected = whole[:, rows.start : rows.stop : rows.step]
@@ -100,14 +101,14 @@ def run_joined(sizes):
     for extents in [(1, 12), (5, 0, 1), (1, 1), (7, 13, 4)]:
         pieces = [torch.randn(2, extent, 3, dtype=torch.float64) for extent in extents]
         pieces = [
-            torch.full_like(piece, number) + torch.arange(piece.size(1))[:, None] / 100
+            moved(torch.full_like(piece, number) + torch.arange(piece.size(1))[:, None] / 100)
             for number, piece in enumerate(pieces)
         ]
         parts = [cut_locally(piece, mesh, NESTED) for piece in pieces]
         expected = torch.cat(pieces, 1)
         _check(wrap(joined(parts, extents, mesh, NESTED, 1), mesh, NESTED, expected.shape), expected)
     for dtype in (torch.bool, torch.int32, torch.bfloat16, torch.complex64):
-        whole = torch.arange(26).reshape(2, 13).remainder(3).to(dtype)
+        whole = moved(torch.arange(26).reshape(2, 13).remainder(3).to(dtype))
         _check(picked(_cut(whole, mesh, NESTED), 1, range(2, 13)), whole[:, 2:])
 
 
@@ -120,7 +121,7 @@ def run_by_upstream(sizes):
     """What people call themselves, of chunks of unequal length."""
     mesh = _mesh(sizes)
     for extent in (1, 5, 33, 50):
-        whole = torch.arange(2 * extent * 3).view(2, extent, 3)
+        whole = moved(torch.arange(2 * extent * 3).view(2, extent, 3))
         tensor = _cut(whole, mesh, NESTED)
         assert torch.equal(tensor.full_tensor(), whole)
         for placements in [

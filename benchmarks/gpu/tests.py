@@ -21,11 +21,18 @@ ROOT = Path(__file__).parents[2]
 _OUTCOME = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", re.M)
 
 
-def files(of_exchanges: bool) -> list[str]:
-    """Tests that need a card: those of several ranks, which start many processes, or all others."""
-    found = sorted((ROOT / "tests").glob("test_cuda*.py"))
-    of_ranks = {"test_cuda_backend.py", "test_cuda_exchange.py"}
-    return [str(path.relative_to(ROOT)) for path in found if (path.name in of_ranks) == of_exchanges]
+def files(kind: str) -> list[str]:
+    """Tests that need a card, of one process or of several ranks ("exchanges"), or those of the CPU that can have one ("rules")."""
+    folder = ROOT / "tests"
+    if kind == "rules":
+        first = [folder / f"test_{name}.py" for name in ("routing", "random_networks", "models", "models_attention")]
+        found = [*first, *sorted(folder.glob("test_rules_*.py"))]
+    else:
+        of_ranks = {"test_cuda_backend.py", "test_cuda_exchange.py"}
+        found = [
+            path for path in sorted(folder.glob("test_cuda*.py")) if (path.name in of_ranks) == (kind == "exchanges")
+        ]
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def outcomes(log: str) -> dict[str, list[str]]:
@@ -36,12 +43,13 @@ def outcomes(log: str) -> dict[str, list[str]]:
     return by
 
 
-def run_file(part: Part, file: str) -> dict[str, Any]:
+def run_file(part: Part, file: str, kind: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--timeout=100", file]
         command += ["-x", "--co"] if part.dry else []
-        environment = {} if part.dry else {"FAIL_WITHOUT_CUDA": "1", **ONE_CARD}
+        own = {"TORCHTP_TEST_CARD": "1"} if kind == "rules" else {"FAIL_WITHOUT_CUDA": "1"}
+        environment = {} if part.dry else {**own, **ONE_CARD}
         os.chdir(ROOT)
         ending = guard.run(command, log, part.seconds_left, environment)
         text = log.read_text(errors="replace")
@@ -56,14 +64,13 @@ def run_file(part: Part, file: str) -> dict[str, Any]:
 
 
 def run(part: Part, options: argparse.Namespace) -> None:
-    for file in files(options.exchange):
-        part.case(file, lambda file=file: run_file(part, file), seconds=part.seconds_left)  # type: ignore[misc]
+    for file in files(options.kind)[: 1 if part.dry else None]:
+        part.case(file, lambda file=file: run_file(part, file, options.kind), seconds=part.seconds_left)  # type: ignore[misc]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--exchange", action="store_true", help="the tests of exchanges between ranks that share the card"
-    )
+    kinds = ("kernels", "exchanges", "rules")
+    parser.add_argument("--kind", choices=kinds, default="kernels", help="which tests (default: those of one process)")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@
 
 namespace torchtp::kernels {
 
+// Kernels up to this one are computed from pixels where they lie, channels last (depthwise_pixels.h).
+constexpr int kMostPixelsKernel = 5;
+
 // Calls take(kernel, stride), constants, where they are among those that tiles are compiled for; false where they are
 // not.
 template <int kStride, typename Take>

@@ -2,6 +2,8 @@
 
 #include "kernels/depthwise_band.h"
 #include "kernels/depthwise_known.h"
+#include "kernels/depthwise_pixels.h"
+#include "kernels/depthwise_rows.h"
 #include "kernels/depthwise_tile.h"
 #include "kernels/depthwise_wide.h"
 
@@ -20,8 +22,18 @@ void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, con
   };
   if (with_band<T>(params, band)) return;
   const auto tile = [&](auto kernel, auto stride) {
-    using Tile = DepthwiseTile<T, decltype(kernel)::value, decltype(stride)::value, false, kChannelsLast>;
-    run.program(Tile::make(in, weight, bias, out, params, regions, false, run.most_shared));
+    constexpr int kKernel = decltype(kernel)::value, kStride = decltype(stride)::value;
+    if constexpr (kChannelsLast && kKernel <= kMostPixelsKernel) {
+      using Pixels = DepthwisePixels<T, kKernel, kStride, false>;
+      return run.program(Pixels::make(in, weight, bias, out, params, regions, false));
+    } else {
+      if constexpr (!kChannelsLast && kStride == 2) {
+        using Rows = DepthwiseRows<T, kKernel>;
+        if (Rows::fits(in, params, regions)) return run.program(Rows::make(in, weight, bias, out, params, regions));
+      }
+      using Tile = DepthwiseTile<T, kKernel, kStride, false, kChannelsLast>;
+      run.program(Tile::make(in, weight, bias, out, params, regions, false, run.most_shared));
+    }
   };
   if (with_known_kernel<1>(params, tile) || with_known_kernel<2>(params, tile)) return;
   using Wide = DepthwiseWide<T, kChannelsLast>;
@@ -41,10 +53,15 @@ void run_depthwise_input_grad(const Run& run, const HaloPlanes<T>& grad_out, con
   };
   if (with_band<T>(params, band)) return;
   const auto tile = [&](auto kernel, auto stride) {
-    constexpr int kStride = decltype(stride)::value;
-    using Tile = DepthwiseTile<T, decltype(kernel)::value, kStride, kStride != 1, kChannelsLast>;
+    constexpr int kKernel = decltype(kernel)::value, kStride = decltype(stride)::value;
     const DepthwiseParams back = kStride == 1 ? input_grad_as_forward(params) : with_extents_swapped(params);
-    run.program(Tile::make(grad_out, weight, no_bias, grad_in, back, regions, kStride == 1, run.most_shared));
+    if constexpr (kChannelsLast && kKernel <= kMostPixelsKernel) {
+      using Pixels = DepthwisePixels<T, kKernel, kStride, kStride != 1>;
+      run.program(Pixels::make(grad_out, weight, no_bias, grad_in, back, regions, kStride == 1));
+    } else {
+      using Tile = DepthwiseTile<T, kKernel, kStride, kStride != 1, kChannelsLast>;
+      run.program(Tile::make(grad_out, weight, no_bias, grad_in, back, regions, kStride == 1, run.most_shared));
+    }
   };
   if (with_known_kernel<1>(params, tile) || with_known_kernel<2>(params, tile)) return;
   using Wide = DepthwiseWide<T, kChannelsLast>;

@@ -5,6 +5,7 @@
 #include "kernels/block_program.h"
 #include "kernels/divider.h"
 #include "kernels/halo_planes.h"
+#include "kernels/tile_grid.h"
 #include "kernels/vectors.h"
 
 // How a block of a depthwise convolution brings its tile of the input, with whatever halo it meets, into shared memory
@@ -24,12 +25,6 @@ bool loads_four(const HaloPlanes<T>& in, int64_t innermost) {
   return loads_four(in.own, innermost) && loads_four(in.above, innermost) && loads_four(in.below, innermost) &&
          loads_four(in.left, innermost) && loads_four(in.right, innermost);
 }
-
-// With a dilation, outputs that many rows and columns apart read a part of the input that others don't: what a block
-// takes are rows y and columns x apart.
-struct Steps {
-  int32_t y = 1, x = 1;
-};
 
 // A row of a planar tile in strands: columns that are `count` apart lie side by side, so that outputs which are that
 // many columns apart read neighbours.
@@ -134,7 +129,7 @@ TORCHTP_HOST_DEVICE void stage_fours(const HaloPlanes<T>& in, const StageShape& 
   }
 }
 
-// The same with halo columns, element by element.
+// The same element by element, of columns that are any steps apart.
 template <int kThreads, typename T, typename PlaceOf>
 TORCHTP_HOST_DEVICE void stage_each(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                     int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
@@ -144,47 +139,67 @@ TORCHTP_HOST_DEVICE void stage_each(const HaloPlanes<T>& in, const StageShape& s
   const int32_t first_row = row_fours < kThreads ? thread / row_fours : 0;
   if (first_row >= together) return;
   for (int32_t four_number = thread - first_row * row_fours; four_number < row_fours; four_number += kThreads) {
-    for (PlaneRows at(first_row); at.within(shape); at.row += together) {
-      const int32_t y = y0 + at.row * shape.steps.y;
-      const int64_t plane = first_plane + at.plane;
-      const T* const line = plane < end_plane ? in.line(plane, y) : nullptr;
-      float* const to = tile + place(at.plane, at.row, 0);
+    bool own[4], takes[4];
+    int32_t across[4], places[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int32_t column = 4 * four_number + k, x = x0 + column * shape.steps.x;
-        if (column >= shape.columns) break;
-        float value = 0;
-        if (x >= 0 && x < in.width) {
-          if (line) value = static_cast<float>(line[x]);
-        } else if (plane < end_plane && x >= in.first_column() && x < in.end_column()) {
-          value = in.template at<false>(plane, 0, y, x);
+    for (int k = 0; k < 4; ++k) {
+      const int32_t column = 4 * four_number + k;
+      across[k] = x0 + column * shape.steps.x;
+      own[k] = column < shape.columns && across[k] >= 0 && across[k] < in.width;
+      takes[k] = column < shape.columns && (own[k] || across[k] < in.first_column() || across[k] >= in.end_column());
+      places[k] = place(0, 0, column);
+    }
+    for (PlaneRows at(first_row); at.within(shape);) {
+      float values[kAhead][4];
+      PlaneRows from = at;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, at.row += together) {
+        const bool there = at.within(shape);
+        const int64_t plane = first_plane + at.plane;
+        const T* const line = there && plane < end_plane ? in.line(plane, y0 + at.row * shape.steps.y) : nullptr;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) values[i][k] = line && own[k] ? static_cast<float>(line[across[k]]) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, from.row += together) {
+        if (!from.within(shape)) break;
+        float* const to = tile + place(from.plane, from.row, 0);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (takes[k]) to[places[k]] = values[i][k];
         }
-        to[place(0, 0, column)] = value;
       }
     }
   }
 }
 
-// The halo columns that stage_fours leaves out: a thread takes those of a row, which lie side by side.
+// The first of columns x0 + i * step that is not below `line`.
+inline TORCHTP_HOST_DEVICE int32_t first_from(int32_t line, int32_t x0, int32_t step, int32_t columns) {
+  const int32_t number = line <= x0 ? 0 : (line - x0 + step - 1) / step;
+  return number < columns ? number : columns;
+}
+
+// The halo columns that those leave out: a thread takes those of a row, which lie side by side.
 template <int kThreads, typename T, typename PlaceOf>
 TORCHTP_HOST_DEVICE void stage_columns(const HaloPlanes<T>& in, const StageShape& shape, int64_t first_plane,
                                        int64_t end_plane, int32_t y0, int32_t x0, int thread, float* tile,
                                        const PlaceOf& place) {
-  const int32_t end = x0 + shape.columns, rows = in.end_row() - in.first_row();
-  const int32_t left = x0 > in.first_column() ? x0 : in.first_column(), left_end = end < 0 ? end : 0;
-  const int32_t right = x0 > in.width ? x0 : in.width, right_end = end < in.end_column() ? end : in.end_column();
+  const int32_t step = shape.steps.x, rows = in.end_row() - in.first_row();
+  const auto number = [&](int32_t line) { return first_from(line, x0, step, shape.columns); };
+  const int32_t left = number(in.first_column()), left_end = number(0);
+  const int32_t right = number(in.width), right_end = number(in.end_column());
   if (left >= left_end && right >= right_end) return;
   for (PlaneRows at(thread); at.within(shape); at.row += kThreads) {
     const int32_t y = y0 + at.row * shape.steps.y - in.first_row();
     const int64_t plane = first_plane + at.plane, line = plane * rows + y;
     const bool there = plane < end_plane && y >= 0 && y < rows;
-    for (int32_t x = left; x < left_end; ++x) {
-      const T* const from = in.left + line * in.columns_left + x - in.first_column();
-      tile[place(at.plane, at.row, x - x0)] = there ? static_cast<float>(*from) : 0;
+    for (int32_t column = left; column < left_end; ++column) {
+      const T* const from = in.left + line * in.columns_left + x0 + column * step - in.first_column();
+      tile[place(at.plane, at.row, column)] = there ? static_cast<float>(*from) : 0;
     }
-    for (int32_t x = right; x < right_end; ++x) {
-      const T* const from = in.right + line * in.columns_right + x - in.width;
-      tile[place(at.plane, at.row, x - x0)] = there ? static_cast<float>(*from) : 0;
+    for (int32_t column = right; column < right_end; ++column) {
+      const T* const from = in.right + line * in.columns_right + x0 + column * step - in.width;
+      tile[place(at.plane, at.row, column)] = there ? static_cast<float>(*from) : 0;
     }
   }
 }
@@ -195,11 +210,11 @@ TORCHTP_HOST_DEVICE void stage_planes(const HaloPlanes<T>& in, const StageShape&
                                       const PlaceOf& place) {
   if (shape.fours && shape.steps.x == 1) {
     stage_fours<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
-    if (in.columns_left + in.columns_right > 0) {
-      stage_columns<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
-    }
   } else {
     stage_each<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
+  }
+  if (in.columns_left + in.columns_right > 0) {
+    stage_columns<kThreads>(in, shape, first_plane, end_plane, y0, x0, thread, tile, place);
   }
 }
 
@@ -300,91 +315,6 @@ TORCHTP_HOST_DEVICE void read_row(const float* from, float (&row)[kCount]) {
       }
     }
   }
-}
-
-// How the threads of a block share out its outputs: each makes rows_each x columns_each of one plane; 2^log_x threads
-// lie side by side, 2^log_y below each other, 2^log_planes planes. The outputs of a tile are `steps` apart.
-struct TileGrid {
-  int log_x, log_y, log_planes;
-  int32_t rows_each, columns_each;
-  Regions regions;
-  Steps steps;
-  // Counted on the host: tiles side by side, those of the first region, all.
-  Divider across_first = {}, across_second = {}, all = {};
-  int32_t tiles_first = 0, tiles_all = 0;
-
-  TORCHTP_HOST_DEVICE int32_t rows() const { return rows_each << log_y; }
-  TORCHTP_HOST_DEVICE int32_t columns() const { return columns_each << log_x; }
-  TORCHTP_HOST_DEVICE int32_t planes() const { return 1 << log_planes; }
-  TORCHTP_HOST_DEVICE int32_t tiles() const { return tiles_all; }
-  void count() {
-    const auto across = [&](const Region& region) {
-      return starts(region.width(), steps.x) * covers(region.width(), steps.x, columns());
-    };
-    const auto tiles_of = [&](const Region& region) {
-      return starts(region.height(), steps.y) * covers(region.height(), steps.y, rows()) * across(region);
-    };
-    across_first = Divider(across(regions.first));
-    across_second = Divider(across(regions.second));
-    tiles_first = tiles_of(regions.first);
-    tiles_all = tiles_first + tiles_of(regions.second);
-    all = Divider(tiles_all);
-  }
-  // The tile's outputs: y0 and x0 of the tile, y1 and x1 of the region. Neighbouring tiles begin in neighbouring rows
-  // and columns, so that they share lines of the cache.
-  TORCHTP_HOST_DEVICE Region tile(int32_t index) const {
-    const bool second = index >= tiles_first;
-    Region region = second ? regions.second : regions.first;
-    const int32_t here = second ? index - tiles_first : index;
-    const int32_t down = second ? across_second.quotient(here) : across_first.quotient(here);
-    const int32_t along = here - down * (second ? across_second.divisor : across_first.divisor);
-    region.y0 += begin(down, starts(region.height(), steps.y), steps.y, rows());
-    region.x0 += begin(along, starts(region.width(), steps.x), steps.x, columns());
-    return region;
-  }
-
- private:
-  static TORCHTP_HOST_DEVICE int32_t starts(int32_t extent, int32_t step) { return extent < step ? extent : step; }
-  // Tiles with one start.
-  static TORCHTP_HOST_DEVICE int32_t covers(int32_t extent, int32_t step, int32_t each) {
-    return (extent + step * each - 1) / (step * each);
-  }
-  static TORCHTP_HOST_DEVICE int32_t begin(int32_t index, int32_t starts, int32_t step, int32_t each) {
-    if (step == 1) return index * each;
-    return index % starts + index / starts * each * step;
-  }
-};
-
-// log_planes: at least; threads that the plane has no outputs for take further planes if `spreads`.
-inline TileGrid tile_grid(int log_threads, int log_planes, bool spreads, int32_t rows_each, int32_t columns_each,
-                          int log_x_most, const Regions& regions, Steps steps = {}) {
-  const Region& larger = regions.first.area() >= regions.second.area() ? regions.first : regions.second;
-  const int free_threads = log_threads - log_planes;
-  const int32_t width_each = columns_each * steps.x, height_each = rows_each * steps.y;
-  const int across = log2_up((larger.width() + width_each - 1) / width_each);
-  const int down = log2_up((larger.height() + height_each - 1) / height_each);
-  TileGrid grid{0, 0, log_planes, rows_each, columns_each, regions, steps};
-  grid.log_x = across < log_x_most ? across : log_x_most;
-  if (grid.log_x > free_threads) grid.log_x = free_threads;
-  grid.log_y = free_threads - grid.log_x;
-  if (spreads && grid.log_y > down) {
-    grid.log_planes += grid.log_y - down;
-    grid.log_y = down;
-  }
-  grid.count();
-  return grid;
-}
-
-// A tile of fewer planes, or else of fewer rows or columns: threads are left over. False if there is none smaller.
-inline bool shrink(TileGrid& grid, bool planes) {
-  int* const logs[] = {planes ? &grid.log_planes : &grid.log_y, &grid.log_y, &grid.log_x};
-  for (int* log : logs) {
-    if (*log == 0) continue;
-    --*log;
-    grid.count();
-    return true;
-  }
-  return false;
 }
 
 }  // namespace torchtp::kernels

@@ -3,6 +3,7 @@
 #include "kernels/depthwise_known.h"
 #include "kernels/depthwise_weight_band.h"
 #include "kernels/depthwise_weight_grad.h"
+#include "kernels/depthwise_weight_pixels.h"
 #include "kernels/depthwise_weight_tile.h"
 #include "kernels/depthwise_weight_wide.h"
 #include "kernels/split_sum.h"
@@ -11,16 +12,22 @@
 namespace torchtp::kernels {
 
 template <int kKernel, int kStride, bool kChannelsLast, typename T>
-auto weight_tile(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch, const DepthwiseParams& params,
-                 size_t most_shared) {
-  using Tile = DepthwiseWeightTile<T, kKernel, kStride, kChannelsLast>;
+auto weight_of_known(const HaloPlanes<T>& in, const HaloPlanes<T>& grad_out, float* scratch,
+                     const DepthwiseParams& params, size_t most_shared) {
   const Steps steps{params.y.dilation, params.x.dilation};
-  if (kStride > 1 || !grad_out.has_halo()) {
-    return Tile::make(grad_out, in, scratch, params.batches, params.y.offset, params.x.offset, steps, false,
-                      most_shared);
-  }
-  const DepthwiseParams back = input_grad_as_forward(params);
-  return Tile::make(in, grad_out, scratch, params.batches, back.y.offset, back.x.offset, steps, true, most_shared);
+  const auto make = [&](const HaloPlanes<T>& points, const HaloPlanes<T>& window, const DepthwiseParams& seen,
+                        bool mirrored) {
+    if constexpr (kChannelsLast && kKernel <= kMostPixelsKernel) {
+      using Pixels = DepthwiseWeightPixels<T, kKernel, kStride>;
+      return Pixels::make(points, window, scratch, params.batches, seen.y.offset, seen.x.offset, steps, mirrored);
+    } else {
+      using Tile = DepthwiseWeightTile<T, kKernel, kStride, kChannelsLast>;
+      return Tile::make(points, window, scratch, params.batches, seen.y.offset, seen.x.offset, steps, mirrored,
+                        most_shared);
+    }
+  };
+  if (kStride > 1 || !grad_out.has_halo()) return make(grad_out, in, params, false);
+  return make(in, grad_out, input_grad_as_forward(params), true);
 }
 
 template <int kKernel, bool kChannelsLast, typename T>
@@ -62,8 +69,8 @@ int32_t run_weight_splits_in(const Run& run, const HaloPlanes<T>& in, const Halo
   };
   if (with_band<T>(params, band)) return splits;
   const auto tile = [&](auto kernel, auto stride) {
-    go(weight_tile<decltype(kernel)::value, decltype(stride)::value, kChannelsLast>(in, grad_out, scratch, params,
-                                                                                    run.most_shared));
+    go(weight_of_known<decltype(kernel)::value, decltype(stride)::value, kChannelsLast>(in, grad_out, scratch, params,
+                                                                                        run.most_shared));
   };
   if (!with_known_kernel<1>(params, tile) && !with_known_kernel<2>(params, tile)) {
     go(weight_wide<kChannelsLast>(in, grad_out, scratch, params, run.most_shared));

@@ -51,6 +51,10 @@ TORCHTP_HOST_DEVICE Elements load_pack(const Elements* from) {
     const uint2 words = *reinterpret_cast<const uint2*>(from);
     memcpy(&elements, &words, sizeof(words));
     return elements;
+  } else if constexpr (sizeof(Elements) == 4) {
+    const uint32_t word = *reinterpret_cast<const uint32_t*>(from);
+    memcpy(&elements, &word, sizeof(word));
+    return elements;
   }
 #endif
   return *from;
@@ -67,6 +71,11 @@ TORCHTP_HOST_DEVICE void store_pack(Elements* to, const Elements& elements) {
     uint2 words;
     memcpy(&words, &elements, sizeof(words));
     *reinterpret_cast<uint2*>(to) = words;
+    return;
+  } else if constexpr (sizeof(Elements) == 4) {
+    uint32_t word;
+    memcpy(&word, &elements, sizeof(word));
+    *reinterpret_cast<uint32_t*>(to) = word;
     return;
   }
 #endif

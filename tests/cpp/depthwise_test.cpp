@@ -118,6 +118,13 @@ void strides_of_two() {
   for (const Setting& setting : test::strides_of_two()) check<float>(setting);
   for (int64_t kernel : {3, 5, 7}) check<c10::Half>({kernel, 2, kernel / 2, 1, 1, 8, 16, 24, 1, 2});
   check<c10::BFloat16>({7, 2, 3, 1, 1, 4, 48, 80, 2, 1});
+  // Whole eights of columns, where halos lie on any side; and as many channels as leave lanes idle, or few.
+  for (int64_t kernel : {3, 5, 7}) {
+    check<float>({kernel, 2, kernel / 2, 1, 2, 3, 40, 80, 2, 2});
+    check<c10::BFloat16>({kernel, 2, kernel / 2, 1, 1, 5, 70, 160, 2, 1});
+    check<c10::Half>({kernel, 2, kernel / 2, 1, 1, 2, 30, 96, 1, 3});
+    for (int64_t channels : {1, 36, 130}) check<c10::BFloat16>({kernel, 2, kernel / 2, 1, 1, channels, 9, 14, 2, 2});
+  }
 }
 
 // Kernel, stride and dilation as numbers.

@@ -100,6 +100,11 @@ void strides_of_two() {
   for (const Setting& setting : test::strides_of_two()) check<float>(setting);
   check<c10::BFloat16>({7, 2, 3, 1, 1, 4, 48, 80, 2, 1});
   check<c10::Half>({3, 2, 1, 1, 1, 8, 16, 24, 1, 2});
+  // As many channels as leave lanes idle, or few.
+  for (int64_t kernel : {3, 5}) {
+    for (int64_t channels : {1, 36, 130}) check<c10::BFloat16>({kernel, 2, kernel / 2, 1, 1, channels, 9, 14, 2, 2});
+    check<float>({kernel, 1, kernel, 2, 2, 40, 21, 30, 2, 1});
+  }
 }
 
 // Kernel, stride and dilation as numbers.
