@@ -46,7 +46,7 @@ class Piece:
 PIECES = (
     Piece("ceilings", 45, "benchmarks.gpu.ceilings"),
     Piece("kernel checks", 70, "benchmarks.gpu.kernel_checks"),
-    Piece("tests", 70, "benchmarks.gpu.tests"),
+    Piece("tests", 100, "benchmarks.gpu.tests"),
     Piece("ranks", 90, "benchmarks.gpu.ranks"),
     Piece("kernel times", 135, "benchmarks.gpu.kernel_times"),
     Piece("article", 120, "benchmarks.gpu.article"),

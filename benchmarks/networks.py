@@ -87,13 +87,18 @@ def error_of(mine: Tensor, reference: Tensor, least: float = 0.0) -> float:
     return (mine - reference).abs().max().item() / scale if scale else 0.0
 
 
-def compare_step(cut: nn.Module, outputs: list[Tensor], one: nn.Module, expected: list[Tensor]) -> float:
-    """The largest error of outputs and gradients; AssertionError if one side has some that the other has not."""
+def compare_step(
+    cut: nn.Module, outputs: list[Tensor], one: nn.Module, expected: list[Tensor], rounding: float = 1e-4
+) -> float:
+    """The largest error of outputs and gradients; AssertionError if one side has some that the other has not.
+
+    A gradient below `rounding` of the largest one may be nothing but rounding, and counts as if it were that large.
+    """
     if len(outputs) != len(expected):
         raise AssertionError(f"{len(outputs)} outputs, not {len(expected)}")
     errors = [error_of(mine.detach(), reference.detach()) for mine, reference in zip(outputs, expected, strict=True)]
     references = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
-    least = 1e-4 * max((grad.abs().max().item() for grad in references.values()), default=0.0)
+    least = rounding * max((grad.abs().max().item() for grad in references.values()), default=0.0)
     for name, parameter in cut.named_parameters():
         if (parameter.grad is None) != (name not in references):
             raise AssertionError(f"{name} has a gradient on one side only")

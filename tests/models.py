@@ -76,7 +76,7 @@ class UNet(nn.Module):
     def forward(self, x):
         x = F.silu(self.enter(x - self.mean))
         y = F.silu(self.norm(self.down(x)))
-        y = self.up(y) + torch.arange(4, dtype=x.dtype).view(4, 1, 1)
+        y = self.up(y) + torch.arange(4, dtype=x.dtype, device=x.device).view(4, 1, 1)
         return self.leave(torch.cat([x, y], 1))
 
 

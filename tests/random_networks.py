@@ -68,13 +68,13 @@ def windows(k: int) -> Callable[..., Tensor]:
 
 def with_places(x: Tensor, mix: nn.Module) -> Tensor:
     n, _, h, w = x.shape
-    y = torch.linspace(-1, 1, h, dtype=x.dtype).view(1, 1, h, 1).expand(n, 1, h, w)
-    z = torch.linspace(-1, 1, w, dtype=x.dtype).view(1, 1, 1, w).expand(n, 1, h, w)
+    y = torch.linspace(-1, 1, h, dtype=x.dtype, device=x.device).view(1, 1, h, 1).expand(n, 1, h, w)
+    z = torch.linspace(-1, 1, w, dtype=x.dtype, device=x.device).view(1, 1, 1, w).expand(n, 1, h, w)
     return mix(torch.cat([x, y, torch.atan2(z + x[:, :1], y + 2)], 1))
 
 
 def warped(x: Tensor, flow: nn.Module) -> Tensor:
-    eye = torch.eye(2, 3, dtype=x.dtype).expand(x.size(0), -1, -1)
+    eye = torch.eye(2, 3, dtype=x.dtype, device=x.device).expand(x.size(0), -1, -1)
     grid = F.affine_grid(eye, list(x.shape), align_corners=False) + 0.3 * flow(x).tanh().permute(0, 2, 3, 1)
     return F.grid_sample(x, grid, align_corners=False, padding_mode="border")
 
@@ -146,7 +146,9 @@ def _layer(draw: random.Random, x: Tensor, channels_last: bool) -> nn.Module:
         lambda: nn.Softmax(draw.choice([1, 2, 3])),
         lambda: Call(lambda x: x.transpose(2, 3).contiguous()),
         lambda: Call(lambda x: torch.cat([x[:, :, ::2, ::2], x[:, :, ::2, ::2].roll(1, 2)], 1)),
-        lambda: Call(lambda x: x.cumsum(2) / (1 + torch.arange(x.size(2), dtype=x.dtype).view(1, 1, -1, 1))),
+        lambda: Call(
+            lambda x: x.cumsum(2) / (1 + torch.arange(x.size(2), dtype=x.dtype, device=x.device).view(1, 1, -1, 1))
+        ),
         lambda: Call(lambda x: F.normalize(x, dim=1) * x.norm(dim=(2, 3), keepdim=True)),
         lambda: Call(lambda x: torch.einsum("nchw,ndhw->ncd", x, x).unsqueeze(-1).mean(2, keepdim=True) * x),
         lambda: Call(lambda x: x.unfold(2, 3, 1).mean(-1)),

@@ -143,7 +143,7 @@ def _sorted(y, layer, grid, number):
 
 
 def _picked(y, layer, grid, number):
-    places = torch.arange(y.size(1) - 1, -1, -1)
+    places = torch.arange(y.size(1) - 1, -1, -1, device=y.device)
     return layer(y)[:, places] + y.index_select(1, places)
 
 
@@ -163,13 +163,13 @@ def _grouped(y, layer, grid, number):
 
 
 def _recurrent(y, layer, grid, number):
-    weights = [layer.weight, layer.weight.t()]
+    weights = [layer.weight, layer.weight.t().contiguous()]  # cuDNN takes no others
     return torch.rnn_tanh(y, y.new_zeros(1, y.size(0), CHANNELS), weights, False, 1, 0.0, True, False, True)[0]
 
 
 def _recurrent_rows(y, layer, grid, number):
     rows = y[:, number:].unflatten(1, grid).flatten(0, 1)
-    states = [torch.zeros(2, rows.size(0), CHANNELS // 2, dtype=y.dtype)] * 2
+    states = [torch.zeros(2, rows.size(0), CHANNELS // 2, dtype=y.dtype, device=y.device)] * 2
     w = layer.weight
     weights = [torch.cat([w, w.t()]), w.flatten().view(8, 2), torch.cat([w.t(), w]), w.t().reshape(8, 2)]
     mixed = torch.lstm(rows, states, weights, False, 1, 0.0, True, True, True)[0]

@@ -196,6 +196,7 @@ WINDOWS = {
     "depthwise 3x3": (3, 1, 1, 2, 4),
     "depthwise 5x5": (5, 1, 1, 2, 4),
     "depthwise 3x3, stride 2": (3, 2, 1, 1.25, 2.5),
+    "depthwise 5x5, stride 2": (5, 2, 1, 1.25, 2.5),
     "depthwise 7x7, stride 2": (7, 2, 1, 1.25, 2.5),
     "depthwise 13x13, stride 2": (13, 2, 1, 1.25, 2.5),
     "depthwise 3x3, dilation 2": (3, 1, 2, 2, 4),

@@ -15,6 +15,8 @@ import warnings
 from importlib import import_module
 from typing import Any
 
+import torch
+
 import torchtp
 from benchmarks.gpu import rank_bodies
 from benchmarks.gpu.part import Part, main
@@ -26,10 +28,12 @@ _LIBRARIES = ("torchvision", "timm", "transformers")
 _TOLERANCE = 1e-6
 # Float32 on one device is off by so much of float64; a cut one may be off by so many times that.
 _TIMES = 30.0
+_ROUNDING = 1e-2  # of the largest gradient
 
 
 def network(dry: bool, library: str, name: str, axes: Axes) -> dict[str, Any]:
     device = rank_bodies.start(dry)
+    torch.use_deterministic_algorithms(False)  # torchvision has another way then, of many gigabytes
     found = next(each for each in networks() if (each.library, each.name) == (library, name))
     image, layout = image_of(found).to(device), layout_of(axes, device)
     row: dict[str, Any] = {}
@@ -43,10 +47,10 @@ def network(dry: bool, library: str, name: str, axes: Axes) -> dict[str, Any]:
         del cut, outputs
         plain = made(found).to(device).float()
         outputs, _ = step(plain, image.float())
-        row["float32"] = compare_step(plain, outputs, one, expected)
+        row["float32"] = compare_step(plain, outputs, one, expected, _ROUNDING)
         cut = torchtp.parallelize(made(found).to(device).float(), layout, output="full")
         outputs, _ = step(cut, image.float())
-        row["cut_float32"] = compare_step(cut, outputs, one, expected)
+        row["cut_float32"] = compare_step(cut, outputs, one, expected, _ROUNDING)
     if not row["float64"] <= _TOLERANCE:
         raise AssertionError(f"off by {row['error']:.1e} in float64")
     if not row["cut_float32"] <= _TIMES * max(row["float32"], 1e-6):
@@ -61,8 +65,10 @@ def run(part: Part, options: argparse.Namespace) -> None:
         os.environ.update(ONE_CARD)
     present = [each for each in networks() if each.library in _LIBRARIES and installed(each.library)]
     body = import_module("benchmarks.gpu.networks").network  # under a name that ranks can import, not __main__
-    for each in present[: 1 if part.dry else None]:
-        for axes in ({"w": 2},) if part.dry else ({"h": 2, "w": 2}, {"w": 2}):
+    present.sort(key=lambda each: _LIBRARIES.index(each.library))
+    meshes: tuple[Axes, ...] = ({"w": 2},) if part.dry else ({"h": 2, "w": 2}, {"w": 2})
+    for axes in meshes:
+        for each in present[: 1 if part.dry else None]:
             size = math.prod(axes.values())
             mesh = ",".join(f"{axis}={number}" for axis, number in axes.items())
             part.case(

@@ -66,6 +66,7 @@ def text(results: dict[str, Any]) -> str:
         *_section("Other ops", _ops(rows)),
         *_section("The article's workload", _article(rows)),
         *_section("Tests of the suite", _tests(rows)),
+        *_section("Networks cut over ranks that share the card", _networks(rows)),
         *_section("Largest errors against float64", _errors(rows)),
     ]
     return "\n".join(sections)
@@ -249,6 +250,16 @@ def _article(rows: list[Row]) -> str:
 def _tests(rows: list[Row]) -> str:
     lines = [[row["case"], str(row["passed"]), str(row["not_run"])] for row in rows if "passed" in row]
     return table(["file", "passed", "not run"], lines) if lines else ""
+
+
+def _networks(rows: list[Row]) -> str:
+    lines = [
+        [row["case"], *(f"{row[name]:.0e}" for name in ("float64", "cut_float32", "float32"))]
+        for row in rows
+        if "cut_float32" in row
+    ]
+    head = ["network, mesh", "off by, of one device in float64", "in float32, of float64", "one device in float32"]
+    return table(head, lines) if lines else ""
 
 
 def _errors(rows: list[Row]) -> str:

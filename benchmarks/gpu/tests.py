@@ -25,7 +25,7 @@ def files(kind: str) -> list[str]:
     """Tests that need a card, of one process or of several ranks ("exchanges"), or those of the CPU that can have one ("rules")."""
     folder = ROOT / "tests"
     if kind == "rules":
-        first = [folder / f"test_{name}.py" for name in ("routing", "random_networks", "models", "models_attention")]
+        first = [folder / f"test_{name}.py" for name in ("random_networks", "models", "models_attention", "routing")]
         found = [*first, *sorted(folder.glob("test_rules_*.py"))]
     else:
         of_ranks = {"test_cuda_backend.py", "test_cuda_exchange.py"}

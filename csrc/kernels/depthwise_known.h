@@ -6,8 +6,11 @@
 
 namespace torchtp::kernels {
 
-// Kernels up to this one are computed from pixels where they lie, channels last (depthwise_pixels.h).
-constexpr int kMostPixelsKernel = 5;
+// Kernels up to this one are computed from pixels where they lie, channels last (depthwise_pixels.h); of larger ones
+// the filter leaves no registers for what is on its way.
+constexpr int kMostPixelsKernel = 3;
+// The same with a stride of 2, channels first (depthwise_rows.h).
+constexpr int kMostRowsKernel = 5;
 
 // Calls take(kernel, stride), constants, where they are among those that tiles are compiled for; false where they are
 // not.

@@ -18,7 +18,7 @@ struct DepthwisePixels : NoTeams {
   using Meeting = std::conditional_t<kInputGrad, GradMeeting<kKernel, kStride>, ForwardMeeting<kKernel, kStride>>;
   static constexpr int kThreads = 256, kBlocksPerSm = 2;
   static constexpr int kStepPhases = 2, kPhases = 2;
-  static constexpr int kVector = kKernel == 3 ? 4 : 2;
+  static constexpr int kVector = 4;
   static constexpr int kRows = kInputGrad ? 2 : kStride == 1 ? 4 : 3, kColumns = kInputGrad ? 4 : 2;
   static constexpr int kTaps = kKernel * kKernel, kSlots = Meeting::kSlots, kFilter = kSlots * kSlots;
   static constexpr int kWindow = Meeting::rows(kColumns), kWindowRows = Meeting::rows(kRows);
@@ -99,11 +99,25 @@ struct DepthwisePixels : NoTeams {
   }
 
   TORCHTP_HOST_DEVICE void convolve(int64_t n, int32_t c, const Region& tile, const float* filters) const {
+    // A stride has no dilation: the window's rows and columns are as far apart as the outputs, or side by side.
+    const Steps steps = kStride == 1 ? grid.steps : Steps{};
+    const int32_t y0 = Meeting::first_row(tile.y0, offset_y), x0 = Meeting::first_row(tile.x0, offset_x);
+    const PixelWindow<kVector, T> window{in, wide_in, n, y0, x0, steps.y, steps.x, c};
+    if (window.plain(kWindowRows, kWindow)) {
+      convolve<true>(window, tile, filters);
+    } else {
+      convolve<false>(window, tile, filters);
+    }
+  }
+
+  template <bool kPlain>
+  TORCHTP_HOST_DEVICE void convolve(const PixelWindow<kVector, T>& seen, const Region& tile,
+                                    const float* filters) const {
     Vector<kVector> filter[kFilter];
 #pragma unroll
     for (int i = 0; i < kFilter; ++i) filter[i] = filter_at(i, tile, filters);
     Vector<kVector> start = {};
-    if (bias) start = widened(load_channels<kVector>(bias, c, in.channels, false));
+    if (bias) start = widened(load_channels<kVector>(bias, seen.c, in.channels, false));
     Vector<kVector> sums[kRows][kColumns];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -111,20 +125,15 @@ struct DepthwisePixels : NoTeams {
       for (int j = 0; j < kColumns; ++j) sums[r][j] = start;
     }
 
-    // A stride has no dilation: the window's rows and columns are as far apart as the outputs, or side by side.
-    const Steps steps = kStride == 1 ? grid.steps : Steps{};
-    const int32_t y0 = Meeting::first_row(tile.y0, offset_y), x0 = Meeting::first_row(tile.x0, offset_x);
-    const bool inside = Span{y0, kWindowRows, steps.y}.within(in.height) && Span{x0, kWindow, steps.x}.within(in.width);
-    Channels ahead[kWindow];
-    load_pixels<kVector>(in, n, y0, x0, steps.x, c, inside, wide_in, ahead);
+    Kept<Channels> ahead[kWindow];
+    if (kPlain) seen.template load_row<kPlain>(0, ahead);
 #pragma unroll
     for (int v = 0; v < kWindowRows; ++v) {
+      if (!kPlain) seen.template load_row<kPlain>(v, ahead);
       Vector<kVector> window[kWindow];
 #pragma unroll
       for (int u = 0; u < kWindow; ++u) window[u] = widened(ahead[u]);
-      if (v + 1 < kWindowRows) {
-        load_pixels<kVector>(in, n, y0 + (v + 1) * steps.y, x0, steps.x, c, inside, wide_in, ahead);
-      }
+      if (kPlain && v + 1 < kWindowRows) seen.template load_row<kPlain>(v + 1, ahead);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int ky = Meeting::slot(r, v);
@@ -143,7 +152,7 @@ struct DepthwisePixels : NoTeams {
         }
       }
     }
-    store(n, c, tile, sums);
+    store(seen.n, seen.c, tile, sums);
   }
 
   TORCHTP_HOST_DEVICE void store(int64_t n, int32_t c, const Region& tile,

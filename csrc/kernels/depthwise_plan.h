@@ -27,7 +27,7 @@ void run_depthwise(const Run& run, const HaloPlanes<T>& in, const T* weight, con
       using Pixels = DepthwisePixels<T, kKernel, kStride, false>;
       return run.program(Pixels::make(in, weight, bias, out, params, regions, false));
     } else {
-      if constexpr (!kChannelsLast && kStride == 2) {
+      if constexpr (!kChannelsLast && kStride == 2 && kKernel <= kMostRowsKernel) {
         using Rows = DepthwiseRows<T, kKernel>;
         if (Rows::fits(in, params, regions)) return run.program(Rows::make(in, weight, bias, out, params, regions));
       }

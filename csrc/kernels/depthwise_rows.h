@@ -15,7 +15,7 @@ namespace torchtp::kernels {
 template <typename T, int kKernel>
 struct DepthwiseRows : NoTeams {
   using Meeting = ForwardMeeting<kKernel, 2>;
-  static constexpr int kThreads = 256, kBlocksPerSm = 2;
+  static constexpr int kThreads = 256, kBlocksPerSm = kKernel == 3 ? 3 : 2;
   static constexpr int kStepPhases = 1, kPhases = 1;
   static constexpr int kRows = 4, kColumns = 4, kTaps = kKernel * kKernel;
   static constexpr int kWindow = Meeting::rows(kColumns), kWindowRows = Meeting::rows(kRows);
@@ -26,7 +26,7 @@ struct DepthwiseRows : NoTeams {
   // A row of the window as it was read.
   struct Row {
     T before[kBefore];
-    Pack<T, kLoad> middle[kMiddle / kLoad];
+    Kept<Pack<T, kLoad>> middle[kMiddle / kLoad];
     T behind[kBehind > 0 ? kBehind : 1];
 
     TORCHTP_HOST_DEVICE void widen(float (&window)[kWindow]) const {
@@ -92,10 +92,11 @@ struct DepthwiseRows : NoTeams {
   }
 
  private:
-  // inside: all of it is in own columns of an own row.
-  TORCHTP_HOST_DEVICE Row load(int64_t plane, int32_t y, int32_t x, bool inside) const {
+  // kPlain: all of it is in own columns of an own row.
+  template <bool kPlain>
+  TORCHTP_HOST_DEVICE Row load(int64_t plane, int32_t y, int32_t x) const {
     Row row = {};
-    if (inside) {
+    if constexpr (kPlain) {
       const T* const from = in.own + in.template own_index<false>(plane, 0, y, x);
       load_middle(from, row);
 #pragma unroll
@@ -113,7 +114,12 @@ struct DepthwiseRows : NoTeams {
       load_middle(pieces.middle + x, row);
     } else {
 #pragma unroll
-      for (int i = 0; i < kMiddle; ++i) row.middle[i / kLoad].values[i % kLoad] = value(x + i);
+      for (int i = 0; i < kMiddle; i += kLoad) {
+        Pack<T, kLoad> some;
+#pragma unroll
+        for (int k = 0; k < kLoad; ++k) some.values[k] = value(x + i + k);
+        row.middle[i / kLoad] = some;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kBefore; ++i) row.before[i] = value(x - kBefore + i);
@@ -129,6 +135,18 @@ struct DepthwiseRows : NoTeams {
   }
 
   TORCHTP_HOST_DEVICE void convolve(int64_t plane, int32_t y, int32_t x, const Region& tile) const {
+    const int32_t first = Meeting::first_row(y, offset_y), middle = 2 * x;
+    const bool plain =
+        first >= 0 && first + kWindowRows <= in.height && middle >= kBefore && middle + kMiddle + kBehind <= in.width;
+    if (plain) {
+      convolve<true>(plane, y, x, tile);
+    } else {
+      convolve<false>(plane, y, x, tile);
+    }
+  }
+
+  template <bool kPlain>
+  TORCHTP_HOST_DEVICE void convolve(int64_t plane, int32_t y, int32_t x, const Region& tile) const {
     const int32_t c = channels.rest(static_cast<int32_t>(plane));
     float filter[kTaps];
 #pragma unroll
@@ -141,14 +159,12 @@ struct DepthwiseRows : NoTeams {
       for (int j = 0; j < kColumns; ++j) sums[r][j] = start;
     }
     const int32_t y0 = Meeting::first_row(y, offset_y), middle = 2 * x;
-    const bool inside =
-        y0 >= 0 && y0 + kWindowRows <= in.height && middle >= kBefore && middle + kMiddle + kBehind <= in.width;
-    Row ahead = load(plane, y0, middle, inside);
+    Row ahead = load<kPlain>(plane, y0, middle);
 #pragma unroll
     for (int v = 0; v < kWindowRows; ++v) {
       float window[kWindow];
       ahead.widen(window);
-      if (v + 1 < kWindowRows) ahead = load(plane, y0 + v + 1, middle, inside);
+      if (v + 1 < kWindowRows) ahead = load<kPlain>(plane, y0 + v + 1, middle);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int ky = Meeting::slot(r, v);

@@ -16,7 +16,7 @@ struct DepthwiseWeightPixels : NoTeams {
   static constexpr int kThreads = 256, kBlocksPerSm = 2;
   static constexpr int64_t kEnoughBlocks = 1024;
   static constexpr int kStepPhases = 1, kPhases = 3;
-  static constexpr int kVector = kKernel == 3 ? 4 : 2;
+  static constexpr int kVector = 4;
   static constexpr int kRows = 2, kColumns = 2, kTaps = kKernel * kKernel;
   static constexpr int kWindow = Meeting::rows(kColumns), kWindowRows = Meeting::rows(kRows);
   struct State {
@@ -96,20 +96,26 @@ struct DepthwiseWeightPixels : NoTeams {
  private:
   TORCHTP_HOST_DEVICE void multiply(int64_t n, int32_t c, const Region& tile, State& state) const {
     const Steps steps = kStride == 1 ? grid.steps : Steps{};
-    const bool own_points =
-        Span{tile.y0, kRows, steps.y}.within(points.height) && Span{tile.x0, kColumns, steps.x}.within(points.width);
-    Pack<T, kVector> here[kRows][kColumns];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      load_pixels<kVector>(points, n, tile.y0 + r * steps.y, tile.x0, steps.x, c, own_points, wide_points, here[r]);
-    }
     const int32_t y0 = Meeting::first_row(tile.y0, offset_y), x0 = Meeting::first_row(tile.x0, offset_x);
-    const bool inside =
-        Span{y0, kWindowRows, steps.y}.within(window.height) && Span{x0, kWindow, steps.x}.within(window.width);
+    const PixelWindow<kVector, T> here{points, wide_points, n, tile.y0, tile.x0, steps.y, steps.x, c};
+    const PixelWindow<kVector, T> around{window, wide_window, n, y0, x0, steps.y, steps.x, c};
+    if (here.plain(kRows, kColumns) && around.plain(kWindowRows, kWindow)) {
+      multiply<true>(here, around, state);
+    } else {
+      multiply<false>(here, around, state);
+    }
+  }
+
+  template <bool kPlain>
+  TORCHTP_HOST_DEVICE void multiply(const PixelWindow<kVector, T>& here, const PixelWindow<kVector, T>& around,
+                                    State& state) const {
+    Kept<Pack<T, kVector>> mine[kRows][kColumns];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) here.template load_row<kPlain>(r, mine[r]);
 #pragma unroll
     for (int v = 0; v < kWindowRows; ++v) {
-      Pack<T, kVector> row[kWindow];
-      load_pixels<kVector>(window, n, y0 + v * steps.y, x0, steps.x, c, inside, wide_window, row);
+      Kept<Pack<T, kVector>> row[kWindow];
+      around.template load_row<kPlain>(v, row);
 #pragma unroll
       for (int u = 0; u < kWindow; ++u) {
         const Vector<kVector> seen = widened(row[u]);
@@ -119,7 +125,7 @@ struct DepthwiseWeightPixels : NoTeams {
           for (int j = 0; j < kColumns; ++j) {
             const int ky = Meeting::slot(r, v), kx = Meeting::slot(j, u);
             if (ky < 0 || kx < 0) continue;
-            const Vector<kVector> point = widened(here[r][j]);
+            const Vector<kVector> point = widened(mine[r][j]);
 #pragma unroll
             for (int k = 0; k < kVector; ++k) {
               state.sums[ky * kKernel + kx].values[k] += point.values[k] * seen.values[k];

@@ -112,12 +112,6 @@ struct LayerNormFirstBackward {
   }
 
  private:
-  // Asked for a turn before it is used: a thread would wait for it in every one.
-  template <typename W>
-  TORCHTP_HOST_DEVICE float weight_ahead(int c, const W* w) const {
-    return c < tile.channels ? static_cast<float>(w[c]) : 0;
-  }
-
   // What is not there counts as zero.
   TORCHTP_HOST_DEVICE void bring(const TileThread& at, bool there, int64_t offset, T* xs, T* dys) const {
 #pragma unroll 4
@@ -137,13 +131,11 @@ struct LayerNormFirstBackward {
                                              const Vector<kVector>& factor, const T* xs, const T* dys) const {
     Sums sums{};
     with_factors(weight, [&](const auto* w) {
-      float ahead = weight_ahead(at.group, w);
 #pragma unroll 1
       for (int c = at.group; c < tile.channels; c += at.groups) {
         const Vector<kVector> in = widened(load_pack(reinterpret_cast<const Elements*>(xs + c * tile.width)));
         const Vector<kVector> grad = widened(load_pack(reinterpret_cast<const Elements*>(dys + c * tile.width)));
-        const float by = ahead;
-        ahead = weight_ahead(c + at.groups, w);
+        const float by = static_cast<float>(w[c]);
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
           const float g = grad.values[k] * by;
@@ -160,13 +152,11 @@ struct LayerNormFirstBackward {
     const auto sum = tile.template total<kVector>(sums, 0, at), dot = tile.template total<kVector>(sums, 1, at);
     T* const to = dx + state.offset;
     with_factors(weight, [&](const auto* w) {
-      float ahead = weight_ahead(at.group, w);
 #pragma unroll 1
       for (int c = at.group; c < tile.channels; c += at.groups) {
         const Vector<kVector> in = widened(load_pack(reinterpret_cast<const Elements*>(xs + c * tile.width)));
         const Vector<kVector> grad = widened(load_pack(reinterpret_cast<const Elements*>(dys + c * tile.width)));
-        const float by = ahead;
-        ahead = weight_ahead(c + at.groups, w);
+        const float by = static_cast<float>(w[c]);
         Elements out;
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {

@@ -51,32 +51,38 @@ TORCHTP_HOST_DEVICE Pack<T, kVector> load_channels(const T* pixel, int32_t c, in
   return pack;
 }
 
-// Pixels x, x + step, ... of row y, zeros beyond all pieces. inside: all of them are own ones.
-template <int kVector, int kCount, typename T>
-TORCHTP_HOST_DEVICE void load_pixels(const HaloPlanes<T>& in, int64_t n, int32_t y, int32_t x, int32_t step, int32_t c,
-                                     bool inside, bool wide, Pack<T, kVector> (&row)[kCount]) {
-  if (inside) {
-    const T* const first = in.own + in.template own_index<true>(n, 0, y, x);
-    const int32_t apart = step * in.channels;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      row[i] = load_channels<kVector>(first + int64_t{i} * apart, c, in.channels, wide);
-    }
-    return;
-  }
-  const HaloRow<T> pieces(in, n, y, in.channels);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const T* const pixel = pieces.at(in, x + i * step);
-    row[i] = {};
-    if (pixel) row[i] = load_channels<kVector>(pixel, c, in.channels, wide);
-  }
-}
+// What threads read of an image: rows and columns `y` and `x` apart from the first ones on.
+template <int kVector, typename T>
+struct PixelWindow {
+  const HaloPlanes<T>& in;
+  bool wide;
+  int64_t n;
+  int32_t y0, x0, step_y, step_x, c;
 
-// Rows or columns: `count` of them, `step` apart.
-struct Span {
-  int32_t first, count, step;
-  TORCHTP_HOST_DEVICE bool within(int32_t extent) const { return first >= 0 && first + (count - 1) * step < extent; }
+  // Whether so many rows and columns are own ones, and channels go by one load.
+  TORCHTP_HOST_DEVICE bool plain(int32_t rows, int32_t columns) const {
+    return wide && y0 >= 0 && y0 + (rows - 1) * step_y < in.height && x0 >= 0 && x0 + (columns - 1) * step_x < in.width;
+  }
+  // Zeros beyond all pieces.
+  template <bool kPlain, int kCount>
+  TORCHTP_HOST_DEVICE void load_row(int32_t row, Kept<Pack<T, kVector>> (&pixels)[kCount]) const {
+    const int32_t y = y0 + row * step_y;
+    if constexpr (kPlain) {
+      const T* from = in.own + in.template own_index<true>(n, c, y, x0);
+      const int64_t apart = int64_t{step_x} * in.channels;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        pixels[i] = load_pack(reinterpret_cast<const Pack<T, kVector>*>(from + i * apart));
+      }
+    } else {
+      const HaloRow<T> pieces(in, n, y, in.channels);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const T* const pixel = pieces.at(in, x0 + i * step_x);
+        pixels[i] = pixel ? load_channels<kVector>(pixel, c, in.channels, wide) : Pack<T, kVector>{};
+      }
+    }
+  }
 };
 
 template <typename T>

@@ -108,7 +108,7 @@ TORCHTP_HOST_DEVICE Vector<kCount> widened(const Pack<T, kCount>& pack) {
   return wide;
 }
 
-// A pack that stays in registers from phase to phase, in words: elements of two bytes would be taken apart for it.
+// A pack that stays in registers for a while, in words: elements of two bytes would be taken apart for it.
 template <typename Elements>
 struct Kept {
   using Word = std::conditional_t<sizeof(Elements) % 4 == 0, uint32_t, uint16_t>;
@@ -122,6 +122,10 @@ struct Kept {
     return elements;
   }
 };
+template <typename T, int kCount>
+TORCHTP_HOST_DEVICE Vector<kCount> widened(const Kept<Pack<T, kCount>>& kept) {
+  return widened(static_cast<Pack<T, kCount>>(kept));
+}
 
 // Starts to copy from global to shared memory; the thread has it after copies_arrived(), others once they met it then.
 template <typename Elements>
