@@ -2,12 +2,14 @@
 
 python -m benchmarks.gpu.page            # print it
 python -m benchmarks.gpu.page --write    # and put it into docs/performance.md
+python -m benchmarks.gpu.page --fill EARLIER "article, compiled" sanitizer < NEWER > benchmarks/results/<card>/results.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,16 @@ def short(part: dict[str, Any]) -> str:
     skipped = [row for row in rows if "skipped" in row]
     line = f"   {part['name']}: {part['ending']}; {len(rows)} cases, {len(wrong)} failed, {len(skipped)} skipped"
     return "\n".join([line, *(f"      {row['case']}: {row['error'][:160]}" for row in wrong[:12])])
+
+
+def filled(results: dict[str, Any], earlier: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """`results` with parts that it did not end taken from an earlier run, each marked with the commit and date it is of."""
+    about = earlier["about"]
+    kept = [{**part, "of": f"{about['commit']}, {about['date']}"} for part in earlier["parts"] if part["name"] in names]
+    missing = set(names) - {part["name"] for part in kept}
+    if missing:
+        raise ValueError(f"--fill: the earlier run has no part {', '.join(sorted(missing))}")
+    return results | {"parts": [part for part in results["parts"] if part["name"] not in names] + kept}
 
 
 def all_well(results: dict[str, Any]) -> bool:
@@ -82,7 +94,8 @@ def _parts(results: dict[str, Any]) -> str:
         good = sum("error" not in row and "skipped" not in row for row in part["rows"])
         wrong = [row for row in part["rows"] if "error" in row]
         skipped = [row for row in part["rows"] if "skipped" in row]
-        lines.append([part["name"], part["ending"], str(good), str(len(wrong)), str(len(skipped))])
+        ending = f"{part['ending']} (of {part['of']})" if "of" in part else part["ending"]
+        lines.append([part["name"], ending, str(good), str(len(wrong)), str(len(skipped))])
         failures += [f"- {part['name']}, {row['case']}: `{_plain(row['error'])}`" for row in wrong]
         failures += [f"- {part['name']}, {row['case']}: not run, {row['skipped']}" for row in skipped]
         failures += [_by_events(part["name"], row) for row in part["rows"] if row.get("by_events")]
@@ -290,8 +303,16 @@ def performance() -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--write", action="store_true", help="write docs/performance.md")
+    flags.add_argument(
+        "--fill", nargs="+", metavar=("EARLIER", "PART"), help="take parts of an earlier run's results.json"
+    )
+    args = flags.parse_args()
+    if args.fill:
+        path, *names = args.fill
+        print(json.dumps(filled(json.load(sys.stdin), json.loads(Path(path).read_text()), names), indent=1))
+        return
     made = performance()
-    if flags.parse_args().write:
+    if args.write:
         PAGE.write_text(made)
     else:
         print(made)
