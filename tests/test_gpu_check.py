@@ -158,6 +158,20 @@ def test_the_page_compares_figures_with_targets():
     assert not any(outcome.figures for outcome in targets.outcomes(results))
 
 
+def test_parts_of_an_earlier_run_say_which_one_it_was():
+    def run(commit, *names):
+        about = {"commit": commit, "date": "2026-01-02", "torch": "2.11.0", "python": "3.12"}
+        return {"about": about, "parts": [{"name": name, "ending": "done", "rows": []} for name in names]}
+
+    both = page.filled(run("new", "tests", "ranks"), run("old", "tests", "ranks", "article"), ["ranks", "article"])
+    assert [(part["name"], part.get("of")) for part in both["parts"]] == [
+        ("tests", None), ("ranks", "old, 2026-01-02"), ("article", "old, 2026-01-02"),
+    ]  # fmt: skip
+    assert "| article | done (of old, 2026-01-02) |" in page.text(both)
+    with pytest.raises(ValueError, match="no part sanitizer"):
+        page.filled(run("new"), run("old", "tests"), ["sanitizer"])
+
+
 def test_what_cannot_be_captured_is_timed_by_events_and_says_so(monkeypatch):
     clock = timing.Timer(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
