@@ -60,6 +60,15 @@ def image_of(network: Network) -> Tensor:
     return torch.rand(network.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
+def named(library: str, name: str) -> Network:
+    return next(each for each in networks() if (each.library, each.name) == (library, name))
+
+
+def mesh_text(axes: Axes) -> str:
+    """As --mesh takes it."""
+    return ",".join(f"{name}={number}" for name, number in axes.items())
+
+
 def layout_of(axes: Axes, device: torch.device) -> torchtp.Layout:
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     return torchtp.Layout(mesh, {name: _DIMS[name] for name in axes})
@@ -128,7 +137,7 @@ def _compare(network: Network, axes: Axes) -> Row:
 
 def compare(library: str, name: str, axes: Axes) -> Row:
     """On every rank of a group; what goes wrong is in the row."""
-    network = next(each for each in networks() if (each.library, each.name) == (library, name))
+    network = named(library, name)
     try:
         return _compare(network, axes)
     except Exception as error:
@@ -181,9 +190,14 @@ def main() -> int:
         )
         worst = max(found, key=lambda row: row["error"])
         worst["kept_share"] = max(row["kept_share"] for row in found)
-        mesh = ",".join(f"{name}={number}" for name, number in axes.items())
         rows.append(
-            {"library": network.library, "network": network.name, "shape": list(network.shape), "mesh": mesh, **worst}
+            {
+                "library": network.library,
+                "network": network.name,
+                "shape": list(network.shape),
+                "mesh": mesh_text(axes),
+                **worst,
+            }
         )
     report(
         "networks",

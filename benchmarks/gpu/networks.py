@@ -22,7 +22,7 @@ from benchmarks.gpu import rank_bodies
 from benchmarks.gpu.part import Part, main
 from benchmarks.gpu.ranks import ONE_CARD, on_ranks
 from benchmarks.library_networks import networks
-from benchmarks.networks import Axes, compare_step, image_of, installed, layout_of, made, step
+from benchmarks.networks import Axes, compare_step, image_of, installed, layout_of, made, mesh_text, named, step
 
 _LIBRARIES = ("torchvision", "timm", "transformers")
 _TOLERANCE = 1e-6
@@ -34,7 +34,7 @@ _ROUNDING = 1e-2  # of the largest gradient
 def network(dry: bool, library: str, name: str, axes: Axes) -> dict[str, Any]:
     device = rank_bodies.start(dry)
     torch.use_deterministic_algorithms(False)  # torchvision has another way then, of many gigabytes
-    found = next(each for each in networks() if (each.library, each.name) == (library, name))
+    found = named(library, name)
     image, layout = image_of(found).to(device), layout_of(axes, device)
     row: dict[str, Any] = {}
     with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def network(dry: bool, library: str, name: str, axes: Axes) -> dict[str, Any]:
         outputs, _ = step(cut, image.float())
         row["cut_float32"] = compare_step(cut, outputs, one, expected, _ROUNDING)
     if not row["float64"] <= _TOLERANCE:
-        raise AssertionError(f"off by {row['error']:.1e} in float64")
+        raise AssertionError(f"off by {row['float64']:.1e} in float64")
     if not row["cut_float32"] <= _TIMES * max(row["float32"], 1e-6):
         raise AssertionError(
             f"off by {row['cut_float32']:.1e} in float32, where one device is off by {row['float32']:.1e}"
@@ -70,9 +70,8 @@ def run(part: Part, options: argparse.Namespace) -> None:
     for axes in meshes:
         for each in present[: 1 if part.dry else None]:
             size = math.prod(axes.values())
-            mesh = ",".join(f"{axis}={number}" for axis, number in axes.items())
             part.case(
-                f"{each.library} {each.name}, {mesh}",
+                f"{each.library} {each.name}, {mesh_text(axes)}",
                 lambda each=each, axes=axes, size=size: on_ranks(  # type: ignore[misc]
                     size, body, part.dry, each.library, each.name, axes, timeout=60.0
                 ),

@@ -38,8 +38,8 @@ struct DepthwisePixels : NoTeams {
 
   static DepthwisePixels make(const HaloPlanes<T>& in, const T* weight, const T* bias, T* out,
                               const DepthwiseParams& params, const Regions& regions, bool mirrored) {
-    TileGrid grid{0, 0, 0, kRows, kColumns, regions, {params.y.dilation, params.x.dilation}};
-    grid.count();
+    // A thread a tile.
+    const TileGrid grid = tile_grid(0, 0, false, kRows, kColumns, 0, regions, {params.y.dilation, params.x.dilation});
     return {{},
             in,
             weight,

@@ -48,8 +48,7 @@ struct DepthwiseWeightPixels : NoTeams {
     program.mirrored = mirrored;
     program.wide_points = loads_packs(points, kVector);
     program.wide_window = loads_packs(window, kVector);
-    program.grid = {0, 0, 0, kRows, kColumns, regions, steps};
-    program.grid.count();
+    program.grid = tile_grid(0, 0, false, kRows, kColumns, 0, regions, steps);  // a thread a tile
     program.lanes = {points.channels, program.grid.tiles()};
     const auto units = static_cast<int32_t>(batches * program.lanes.tile_groups.divisor);
     program.splits = splits_of(units, program.lanes.chunks.divisor);
