@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.gpu import guard, page, part, targets, tests, timing
+from benchmarks.gpu.smooth import Smooth
 
 ROOT = Path(__file__).parents[1]
 MISBEHAVING = """
@@ -47,6 +48,40 @@ def test_a_case_that_fails_crashes_or_hangs_loses_nothing_else(tmp_path, monkeyp
     assert "on purpose" in rows["fails"]["error"]
     assert "took its process" in rows["crashes"]["error"] and "took its process" in rows["hangs"]["error"]
     assert found["starts"] == 3 and found["ending"] == "done"
+
+
+@pytest.mark.parametrize(
+    "kinked",
+    [
+        torch.nn.ReLU(inplace=True),
+        torch.nn.ReLU6(),
+        torch.nn.LeakyReLU(),
+        torch.nn.Hardswish(),
+        torch.nn.Hardsigmoid(),
+        torch.nn.Hardtanh(),
+        torch.nn.MaxPool2d(3, 2, padding=1, ceil_mode=True),
+        torch.relu,
+        torch.Tensor.relu,
+    ],
+    ids=str,
+)
+def test_gradients_without_kinks_move_as_little_as_their_input(kinked):
+    values = torch.rand(1, 2, 7, 6, dtype=torch.float64)
+    values[..., 1::2] = values[..., ::2]  # neighbours that are nearly equal
+    values[:, :1] = torch.tensor([0.0, 3.0, -3.0, 6.0, 1.0, -1.0], dtype=torch.float64)
+
+    def gradient(noise: torch.Tensor) -> torch.Tensor:
+        x = (values + noise).requires_grad_()
+        out = kinked(x * 1)
+        (grad,) = torch.autograd.grad((out * torch.arange(out.numel()).view(out.shape)).sum(), x)
+        return grad
+
+    noise = 1e-9 * (torch.rand(values.shape, dtype=torch.float64) - 0.5)
+    assert (gradient(noise) - gradient(-noise)).abs().max() > 1e-2, "it has no kink here"
+    shape = kinked(values).shape
+    with Smooth():
+        assert kinked(values).shape == shape
+        assert (gradient(noise) - gradient(-noise)).abs().max() < 1e-6
 
 
 def test_parts_are_added_to_a_run_of_the_same_commit_alone(tmp_path):
