@@ -104,6 +104,12 @@ ALONG = {
     "hfft_w": (lambda x: torch.fft.hfft(x, n=11, dim=3), [IMAGE]),
     "fftshift": (lambda x: torch.fft.fftshift(torch.fft.fft2(x), dim=(-2, -1)).real, [IMAGE]),
 }
+
+
+def pixels(x):
+    return x.permute(0, 2, 3, 1).reshape(-1, x.size(1))
+
+
 LOSSES = {
     "mse": (lambda x, y: F.mse_loss(x, y), [IMAGE, IMAGE]),
     "mse_sum": (lambda x, y: F.mse_loss(x, y, reduction="sum"), [IMAGE, IMAGE]),
@@ -124,6 +130,20 @@ LOSSES = {
     "cross_entropy_sum": (lambda x: F.cross_entropy(x, labels(), reduction="sum"), [IMAGE]),
     "cross_entropy_none": (lambda x: F.cross_entropy(x, labels(), reduction="none"), [IMAGE]),
     "cross_entropy_weighted": (lambda x: F.cross_entropy(x, labels(), weights(), ignore_index=1), [IMAGE]),
+    "cross_entropy_of_pixels": (lambda x: F.cross_entropy(pixels(x), labels().view(-1)), [IMAGE]),
+    "cross_entropy_of_pixels_weighted": (
+        lambda x: F.cross_entropy(pixels(x), labels().view(-1), weights(), ignore_index=1, label_smoothing=0.1),
+        [IMAGE],
+    ),
+    "cross_entropy_of_pixels_none": (
+        lambda x: F.cross_entropy(pixels(x), labels().view(-1), weights(), reduction="none").sin(),
+        [IMAGE],
+    ),
+    "cross_entropy_of_valid_pixels": (
+        lambda x: F.cross_entropy(pixels(x)[labels().view(-1) > 0], labels().view(-1)[labels().view(-1) > 0]),
+        [IMAGE],
+    ),
+    "cross_entropy_of_lines": (lambda x: F.cross_entropy(x.flatten(2), labels().flatten(1), weights()), [IMAGE]),
     "cross_entropy_of_a_volume": (lambda x: F.cross_entropy(volume(x), voxels(), weights(), ignore_index=1), [IMAGE]),
     "cross_entropy_of_a_volume_sum": (lambda x: F.cross_entropy(volume(x), voxels(), reduction="sum"), [IMAGE]),
     "cross_entropy_of_a_volume_smooth": (

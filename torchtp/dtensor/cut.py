@@ -53,6 +53,9 @@ class Axes:
     tell_order: dict[tuple[Placements, torch.Size], bool] = field(default_factory=dict)
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
+    picked_from: dict[torch.Size, Placements] = field(
+        default_factory=dict
+    )  # how tensors were cut that points were picked from
 
 
 _ATTRIBUTE = "_torchtp_axes"
@@ -74,6 +77,14 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         )
         setattr(mesh, _ATTRIBUTE, axes)
     return axes
+
+
+def remember_picked_from(shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> None:
+    """That a tensor of that shape was cut so when points were picked from it, as its gradient is to be."""
+    known = axes_of(mesh).picked_from
+    if len(known) > 4096:
+        known.clear()
+    known[shape] = placements
 
 
 def axes_cutting(placements: Placements, dims: Collection[int]) -> list[int]:

@@ -47,6 +47,9 @@ LOCAL_UPSTREAM = words(
 )
 
 
+_SHORT = 2**18  # bytes; computing as much alike on all ranks takes less time than bringing it together once
+
+
 def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute `op` on whole tensors and cut the results as the first cut argument was."""
     results = on_own_images(op, args, kwargs)
@@ -65,7 +68,10 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _gives_what_it_wrote(op):
             return _written(op, args, kwargs)
     if not op.is_view or cut is not args[0]:
-        return pytree.tree_map(lambda leaf: _cut_again(leaf, cut, mesh, placements), results)
+        whole = (Replicate(),) * mesh.ndim
+        return pytree.tree_map(
+            lambda leaf: _cut_again(leaf, cut, mesh, whole if is_short_list(leaf) else placements), results
+        )
     others = args[1:]
     views = _views_of_nothing(op, cut, others, kwargs, results)
     parts = pytree.tree_map(lambda leaf, view: _cut_again(leaf, cut, mesh, placements, view.stride()), results, views)
@@ -131,6 +137,11 @@ def _full(leaf: Any) -> Any:
 def _writable(leaf: Any) -> Any:
     """Of what is not contiguous some kernels write into a copy."""
     return _full(leaf).contiguous() if isinstance(leaf, DTensor) else _full(leaf)
+
+
+def is_short_list(leaf: Any) -> bool:
+    """Rows of numbers (boxes, scores, points) that would be gathered anew by each op that follows; no image is made of such."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() <= 2 and leaf.numel() * leaf.element_size() <= _SHORT
 
 
 def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements, stride: Any = None) -> Any:

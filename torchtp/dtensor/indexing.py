@@ -1,4 +1,4 @@
-"""Rows picked by a list of numbers along a dim that is whole (channels put in another order), elements filled by a mask, and embeddings of cut numbers."""
+"""Points picked and put by lists of numbers or by masks, elements filled by a mask, and embeddings of cut numbers."""
 
 from __future__ import annotations
 
@@ -6,37 +6,31 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import partial_over_shards
-from torchtp.dtensor.fallback import unruled
-from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.cut import Placements, partial_over_shards, remember_picked_from, sums_done
+from torchtp.dtensor.fallback import is_short_list, unruled
+from torchtp.dtensor.moving import all_reduced, recut_tensor
 from torchtp.dtensor.nesting import takes_nested
+from torchtp.dtensor.points import Points, lists_of, points_of
 from torchtp.dtensor.pointwise import pointwise, pointwise_in_place
 from torchtp.dtensor.registry import bound, spatial_rule
-from torchtp.dtensor.shape import axis_cutting, resized, summed, taken
+from torchtp.dtensor.shape import resized, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, in_backward, local_of, plain_shard, spec_of
+from torchtp.dtensor.upstream import DTensor, Op, Replicate, Shard, in_backward, node_in_backward, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 
 
-def _list_of(index: Any) -> torch.Tensor | None:
-    """A list of row numbers that every rank holds; None for any other index."""
-    if isinstance(index, DTensor):
-        index = None if is_spatial(index) or any(isinstance(p, Partial) for p in index.placements) else local_of(index)
-    if index is None or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+def _points(op: Op, tensor: Any, indices: Any) -> Points | None:
+    """Where lists, or a mask, point into a cut tensor."""
+    if not taken(tensor) or not any(index is not None for index in indices):
         return None
-    return index
-
-
-def _one_list(tensor: Any, indices: Any) -> tuple[int, torch.Tensor] | None:
-    """The dim and the row numbers, where a cut tensor is indexed along one whole dim only."""
-    given = [dim for dim, index in enumerate(indices) if index is not None]
-    if not taken(tensor) or len(given) != 1 or axis_cutting(spec_of(tensor).placements, given[0]) is not None:
+    lists = lists_of(op, indices, tensor.dim())
+    if lists is None:
         return None
-    rows = _list_of(indices[given[0]])
-    return None if rows is None else (given[0], rows)
+    spec = spec_of(tensor)
+    return points_of(tensor.shape, spec.mesh, sums_done(spec.placements), lists)
 
 
 def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
@@ -57,60 +51,116 @@ def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
 @takes_nested
 def index(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices = bound(op, args, kwargs)
-    found = _one_list(tensor, indices)
-    if found is None:
-        return unruled(op, args, kwargs)
-    dim, rows = found
+    result = _picked(op, tensor, indices)
+    if result is None:
+        result = _looked_up(op, tensor, indices)
+    return unruled(op, args, kwargs) if result is None else result
+
+
+def _picked(op: Op, tensor: Any, indices: Any) -> DTensor | None:
+    points = _points(op, tensor, indices)
+    if points is None:
+        return None
     local, mesh, placements = summed(tensor)
-    return wrap(op(local, [None] * dim + [rows]), mesh, placements, resized(tensor.shape, dim, rows.size(0)))
+    if points.axes:
+        remember_picked_from(tensor.shape, mesh, placements)
+    picked = wrap(points.pick(local), mesh, points.placements, points.shape)
+    return recut_tensor(picked, (Replicate(),) * mesh.ndim) if points.axes and is_short_list(picked) else picked
 
 
 @spatial_rule("index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_")
 @takes_nested
 def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices, values, *others = bound(op, args, kwargs)
-    found = _one_list(tensor, indices)
     in_place = op._schema.name.endswith("_")
+    accumulate = bool(others and others[0])
     mask = _one_mask(tensor, indices)
-    if mask is not None and values.dim() == 0 and not (others and others[0]):  # x[x > 1] = 1
+    if mask is not None and values.dim() == 0 and not accumulate:  # x[x > 1] = 1
         fill = (pointwise_in_place, aten.masked_fill_) if in_place else (pointwise, aten.masked_fill)
         return fill[0](fill[1].Tensor, (tensor, mask, values), {})
-    if found is None:
-        return unruled(op, args, kwargs)
-    dim, rows = found
+    result = _put(op, tensor, indices, values, accumulate, in_place)
+    if result is None and node_in_backward("IndexBackward0") is not None:
+        result = _looked_up_backward(op, tensor, indices, values)
+    return unruled(op, args, kwargs) if result is None else result
+
+
+def _put(op: Op, tensor: Any, indices: Any, values: Any, accumulate: bool, in_place: bool) -> DTensor | None:
+    points = _points(op, tensor, indices)
+    if points is None or values.dtype != tensor.dtype or not _broadcasts(values.shape, points.shape):
+        return None
     local, mesh, placements = summed(tensor)
-    if tuple(values.shape) == tuple(resized(tensor.shape, dim, rows.size(0))):
-        values = local_as(values, mesh, placements)
-    elif values.dim() == 0:
-        values = local_of(values) if isinstance(values, DTensor) else values
-    else:
-        return unruled(op, args, kwargs)
-    result = op(local, [None] * dim + [rows], values, *others)
-    return tensor if in_place else wrap(result, mesh, placements, tensor.shape)
+    if in_place and placements != spec_of(tensor).placements:
+        return None
+    target = local if in_place else local.clone()
+    points.put(target, points.part_of(values), accumulate)
+    return tensor if in_place else wrap(target, mesh, placements, tensor.shape)
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
+def _one_cut_index(tensor: Any, indices: Any) -> tuple[int, DTensor] | None:
+    """The dim of a whole tensor and the cut numbers that look it up: a palette of labels, weights of classes."""
+    given = [dim for dim, index in enumerate(indices) if index is not None]
+    if not _is_whole(tensor) or len(given) != 1 or not taken(indices[given[0]]):
+        return None
+    numbers = indices[given[0]]
+    fits = numbers.dtype in (torch.int64, torch.int32) and not any(p.is_partial() for p in numbers.placements)
+    return (given[0], numbers) if fits else None
+
+
+def _behind(placements: Placements, dim: int) -> Placements:
+    """The placements with `dim` whole dims before."""
+    return tuple(Shard(p.dim + dim) if plain_shard(p) else p for p in placements)
+
+
+def _looked_up(op: Op, tensor: Any, indices: Any) -> DTensor | None:
+    found = _one_cut_index(tensor, indices)
+    if found is None:
+        return None
+    dim, numbers = found
+    local, mesh, placements = summed(numbers)
+    table = local_as(tensor, mesh, (Replicate(),) * mesh.ndim)
+    shape = torch.Size([*tensor.shape[:dim], *numbers.shape, *tensor.shape[dim + 1 :]])
+    return wrap(op(table, [None] * dim + [local]), mesh, _behind(placements, dim), shape)
+
+
+def _looked_up_backward(op: Op, zeros: Any, indices: Any, grad: Any) -> DTensor | None:
+    """Each rank's share of the gradient of a table that is whole."""
+    found = _one_cut_index(zeros, indices)
+    if found is None or grad.dtype != zeros.dtype:
+        return None
+    dim, numbers = found
+    local, mesh, placements = summed(numbers)
+    table = local_as(zeros, mesh, (Replicate(),) * mesh.ndim)
+    mine = local_as(grad, mesh, _behind(placements, dim))
+    added = aten.index_put(table, [None] * dim + [local], mine, True)
+    return wrap(added, mesh, partial_over_shards(placements), zeros.shape)
+
+
+def _along(dim: int, numbers: Any) -> list[Any]:
+    return [None] * dim + [numbers]
 
 
 @spatial_rule("index_select")
 @takes_nested
 def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers = bound(op, args, kwargs)
-    rows, dim = _list_of(numbers), dim % tensor.dim()
-    if not taken(tensor) or rows is None or axis_cutting(spec_of(tensor).placements, dim) is not None:
-        return unruled(op, args, kwargs)
-    local, mesh, placements = summed(tensor)
-    return wrap(op(local, dim, rows), mesh, placements, resized(tensor.shape, dim, rows.size(0)))
+    result = _picked(op, tensor, _along(dim % max(1, tensor.dim()), numbers))
+    return unruled(op, args, kwargs) if result is None else result
 
 
 @spatial_rule("index_add", "index_add_")
 @takes_nested
 def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers, source, alpha = bound(op, args, kwargs)
-    rows, dim = _list_of(numbers), dim % tensor.dim()
     in_place = op._schema.name.endswith("_")
-    if not taken(tensor) or rows is None or axis_cutting(spec_of(tensor).placements, dim) is not None:
-        return unruled(op, args, kwargs)
-    local, mesh, placements = summed(tensor)
-    result = op(local, dim, rows, local_as(source, mesh, placements), alpha=alpha)
-    return tensor if in_place else wrap(result, mesh, placements, tensor.shape)
+    dim %= max(1, tensor.dim())
+    fits = source.dim() == tensor.dim() and source.shape == resized(tensor.shape, dim, numbers.numel())
+    added = source if alpha == 1 else source * alpha
+    result = _put(op, tensor, _along(dim, numbers), added, True, in_place) if fits else None
+    return unruled(op, args, kwargs) if result is None else result
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torchtp.dtensor.cut import cut_locally, cut_of
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
-from torchtp.dtensor.registry import bound, composite_rule, rule
+from torchtp.dtensor.registry import bound, composite_rule, rule, spatial_rule
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -112,10 +113,12 @@ def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Te
 
 
 @composite_rule("nll_loss_nd")
+@takes_nested
 def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PyTorch lays volumes out as planes, which would move their rows between ranks: here each voxel's class is picked."""
+    """PyTorch lays lines and volumes out as planes, which would move their rows between ranks: here each voxel's class is picked."""
     logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
-    fits = target.shape == torch.Size([logits.size(0), *logits.shape[2:]]) if logits.dim() > 4 else False
+    laid_out = logits.dim() == 3 or logits.dim() > 4
+    fits = laid_out and target.shape == torch.Size([logits.size(0), *logits.shape[2:]])
     if not fits or not is_spatial(logits) or has_strided_shard(logits):
         return taken_apart(op, args, kwargs)
     if not isinstance(target, DTensor):
@@ -139,9 +142,11 @@ def _for_target(placements: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 @rule("nll_loss2d_forward")
-def nll_loss2d_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@spatial_rule("nll_loss_forward")
+@takes_nested
+def nll_loss_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
-    if not _taken(logits, target):
+    if not _taken(logits, target) or logits.dim() < 2:
         return unruled(op, args, kwargs)
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
@@ -168,9 +173,11 @@ def nll_loss2d_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @rule("nll_loss2d_backward")
-def nll_loss2d_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@spatial_rule("nll_loss_backward")
+@takes_nested
+def nll_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, logits, target, weight, reduction, ignore_index, total = bound(op, args, kwargs)
-    if not _taken(logits, target):
+    if not _taken(logits, target) or logits.dim() < 2:
         return unruled(op, args, kwargs)
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
