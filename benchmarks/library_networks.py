@@ -22,6 +22,7 @@ class Network:
     name: str
     shape: Shape
     build: Callable[[], nn.Module]
+    tolerance: float = 1e-6  # of the largest number, in float64
 
 
 class Called(nn.Module):
@@ -256,6 +257,37 @@ def _timm() -> list[Network]:
         Network("timm", name, (2, 3, size, size), _of("timm", "create_model", model_name=name, num_classes=10))
         for name, size in sizes.items()
     ]
+
+
+# One of each module of timm 1.0.31 that has one of less than 90 million parameters: the smallest.
+_FAMILIES_OF_TIMM = """
+    beit_base_patch16_224 halonet_h1 test_byobnet cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32 test_convnext cpubone_nano
+    crossvit_tiny_240 csatv2 cs3darknet_focus_s cspnext_tiny davit_tiny deit_tiny_patch16_224 densenet121 dla46x_c dpn48b edgenext_xx_small
+    efficientformer_l1 efficientformerv2_s0 mnasnet_small efficientvim_m1 efficientvit_b0 efficientvit_m0 eva02_tiny_patch14_224
+    fasternet_t0 fastvit_t8 focalnet_tiny_srf gcvit_xxtiny ghostnet_050 hardcorenas_b hgnetv2_b0 hiera_tiny_224 hieradet_small
+    hrnet_w18_small iformer_t inception_next_atto inception_resnet_v2 inception_v3 inception_v4 lcnetv2_small levit_128s lowformer_b0
+    test_mambaout test_coatnet poolformerv2_s12 gmlp_ti16_224 mobilenetv3_small_050 mobilenetv5_base mobilevit_xxs mvitv2_tiny
+    naflexvit_base_patch16_parfac_gap nasnetalarge nest_tiny nextvit_small test_nfnet pit_ti_224 pnasnet5large pvt_v2_b0 qwen3_vit_88m
+    rdnet_tiny regnetx_002 repghostnet_050 repvit_m1 res2next50 resnest14d resnet10t resnetv2_18 rexnet_100 selecsls42 legacy_seresnet18
+    sequencer2d_s shvit_s1 skresnet18 starnet_s050 swiftformer_xs swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 swinv2_cr_tiny_224
+    tiny_vit_5m_224 tnt_s_legacy_patch16_224 tresnet_m twins_svt_small visformer_tiny test_vit vit_tiny_r_s16_p8_224 test_vit_relpos
+    samvit_base_patch16_224 vitamin_small_224 volo_d1_224 ese_vovnet19b_slim_dw legacy_xception xception41p xcit_nano_12_p8_224
+"""
+
+
+def timm_network(name: str) -> Network:
+    """A network of timm, on images of 128 x 128 where it takes such, else of its own size."""
+    cfg = import_module("timm").get_pretrained_cfg(name)
+    blocks = {"halonet_h1": 256}  # whole blocks at each scale
+    size = cfg.input_size[-1]
+    size = blocks.get(name, size if cfg.fixed_input_size else min(size, 128))
+    tolerance = 1e-4 if name == "efficientvit_b0" else 1e-6  # its attention is float32, whatever comes in
+    build = _of("timm", "create_model", model_name=name, num_classes=10)
+    return Network("timm", name, (2, 3, size, size), build, tolerance)
+
+
+def timm_families() -> list[Network]:
+    return [timm_network(name) for name in _FAMILIES_OF_TIMM.split()]
 
 
 def networks() -> list[Network]:

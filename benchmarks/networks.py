@@ -3,6 +3,7 @@
     python -m benchmarks.networks                     # those of every library that is installed
     python -m benchmarks.networks monai "UNet, mit"   # whose library or name has one of these in it
     python -m benchmarks.networks --mesh h=3 --mesh h=2,w=2
+    python -m benchmarks.networks --families          # a small one of each architecture of timm
 
 Nothing is timed. `error` is the largest difference of an output or a gradient, as a share of the largest number in it (of a gradient: at
 least 1e-4 of the largest gradient, for some are nothing but rounding). `kept` is what autograd keeps for backward on the fullest rank, the image among it, as a
@@ -26,8 +27,8 @@ from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 import torchtp
-from benchmarks.common import parser, report
-from benchmarks.library_networks import Network, networks
+from benchmarks.common import RESULTS, parser, report
+from benchmarks.library_networks import Network, networks, timm_families, timm_network
 from torchtp.dtensor.notice import told_to
 from torchtp.measure import SavedBytes
 from torchtp.testing import run_ranks
@@ -35,7 +36,6 @@ from torchtp.testing import run_ranks
 Row = dict[str, Any]
 Axes = dict[str, int]
 
-_TOLERANCE = 1e-6
 _DIMS = {"d": -3, "h": -2, "w": -1}
 
 
@@ -61,7 +61,8 @@ def image_of(network: Network) -> Tensor:
 
 
 def named(library: str, name: str) -> Network:
-    return next(each for each in networks() if (each.library, each.name) == (library, name))
+    known = (each for each in networks() if (each.library, each.name) == (library, name))
+    return next(known, None) or timm_network(name)
 
 
 def mesh_text(axes: Axes) -> str:
@@ -164,11 +165,12 @@ def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
     flags.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
+    flags.add_argument("--families", action="store_true", help="of timm's architectures, one of each")
     args = flags.parse_args()
     meshes = args.mesh or [{"h": 2}, {"h": 3}, {"w": 2}, {"h": 2, "w": 2}]
     chosen = [
         each
-        for each in networks()
+        for each in (timm_families() if args.families else networks())
         if not args.wanted or any(part in f"{each.library} {each.name}" for part in args.wanted)
     ]
     versions = {library: installed(library) for library in dict.fromkeys(each.library for each in chosen)}
@@ -196,6 +198,7 @@ def main() -> int:
                 "network": network.name,
                 "shape": list(network.shape),
                 "mesh": mesh_text(axes),
+                "tolerance": network.tolerance,
                 **worst,
             }
         )
@@ -211,10 +214,10 @@ def main() -> int:
             "kept": lambda row: f"{row['kept_share']:.2f}",
             "gathers": lambda row: f"{row['gathers']} ({row['gathered_bytes'] / 2**20:.1f} MiB)" if row["gathers"] else "-",
         },
-        args.out,
+        args.out or (RESULTS / "timm_families.json" if args.families else None),
         {"versions": versions, "not installed": [library for library, found in versions.items() if found is None]},
     )  # fmt: skip
-    return int(any(not row["error"] <= _TOLERANCE for row in rows))
+    return int(any(not row["error"] <= row["tolerance"] for row in rows))
 
 
 if __name__ == "__main__":
