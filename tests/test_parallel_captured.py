@@ -18,13 +18,15 @@ LAYOUTS = [{"w": 2}, {"h": 2, "w": 2}, {"dp": 2, "w": 2}]
 class _Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU())
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU(), nn.BatchNorm2d(6))
+        self.norm = nn.LayerNorm(6)
         self.head = nn.Conv2d(6, 2, 3, padding=1, stride=2)
         self.gain = nn.Parameter(torch.tensor([1.5, 0.7]).view(2, 1, 1))
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, images):
-        return self.head(self.body(images)) * self.gain
+        features = self.norm(self.body(images).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(features) * self.gain
 
 
 def _networks(axes, **options):

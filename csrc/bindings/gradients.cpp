@@ -79,7 +79,12 @@ OwnHook own_hook_of(pybind11::object function) {
     const pybind11::gil_scoped_acquire gil;
     return hook->get()(gradient).cast<at::Tensor>();
   };
-  return {is_alone_on, call};
+  const auto make_table = [hook](const at::Tensor& parameter) {
+    const pybind11::gil_scoped_acquire gil;
+    const pybind11::object object = pybind11::cast(parameter);
+    if (object.attr("_backward_hooks").is_none()) object.attr("register_hook")(hook->get());
+  };
+  return {is_alone_on, call, make_table};
 }
 
 std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<std::string> names,

@@ -98,6 +98,7 @@ void CapturedGradients::begin() {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
     const auto found = accumulator ? planned->find(accumulator.get()) : planned->end();
     if (found == planned->end() || !found->second.captures_) continue;
+    if (own_hook_.make_table) own_hook_.make_table(parameter);
     hooks->add(parameter, std::make_unique<MeanHook>(collective_, own_hook_, task));
   }
   torch::autograd::Engine::get_default_engine().queue_callback([hooks] { hooks->remove(); });

@@ -13,6 +13,8 @@ namespace torchtp::gradients {
 struct OwnHook {
   std::function<bool(const at::Tensor&)> is_alone_on;  // asked of a parameter that has hooks of its gradient
   std::function<at::Tensor(const at::Tensor&)> call;
+  // Has Python make its table of a parameter's hooks, if there is none yet: when it does, it throws away those of C++.
+  std::function<void(const at::Tensor&)> make_table;
 };
 
 // What `hook` makes of a gradient that is not plain, if there is such a hook; else the gradient.
