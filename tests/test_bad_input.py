@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from models import make_layout, make_network
 from torch import nn
+from torch.autograd import forward_ad
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -136,10 +137,36 @@ def _misuse():
         torchtp.parallelize(nn.Conv2d(1, 1, 1), layout, output="tile")
     with pytest.raises(ValueError, match="torchtp.parallelize was called on"), torchtp.no_sync(nn.Conv2d(1, 1, 1)):
         pass
+    for arguments in ((layout, nn.Conv2d(1, 1, 1)), (lambda x: x, layout), (nn.Conv2d(1, 1, 1), layout.mesh)):
+        with pytest.raises(TypeError, match="parallelize takes a torch"):
+            torchtp.parallelize(*arguments)
+    for spatial in ({"w"}, {"w": "-1"}, None):
+        with pytest.raises(TypeError, match="spatial maps axes to the dims they cut"):
+            torchtp.Layout(layout.mesh, spatial)
+    with pytest.raises(TypeError, match="a Layout takes a DeviceMesh"):
+        torchtp.Layout((2,), {"w": -1})
+    with pytest.raises(TypeError, match="a Layout cuts tensors, not a list"):
+        layout.shard([1, 2])
 
 
 def test_misuse():
     run_ranks(_misuse, 2, timeout=LIMIT)
+
+
+def _seen_through():
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU()), make_layout({"w": 2}), output="full")
+    x = torch.rand(1, 1, 6, 6)
+    with pytest.raises(RuntimeError, match="torch.jit.script can't see through a parallelized module"):
+        torch.jit.script(model)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="forward-mode AD .* can't see through a parallelized module"):
+            model(forward_ad.make_dual(x, x))
+        assert model(x).shape == (1, 1, 4, 4)
+    assert model(x).requires_grad
+
+
+def test_what_cannot_see_through_it_is_told():
+    run_ranks(_seen_through, 2, timeout=LIMIT)
 
 
 def _call_in_another_way(axes, how):

@@ -307,7 +307,7 @@ def _differ(how):
             "parameter 0 is '0.weight' Double [6, 4] strides [4, 1] on cpu on rank 0 and '0.weight' Double [7, 4]",
         ),
         ("count", "rank 0 has 6 and rank 1 has 8, and parameter 6 is no such parameter on rank 0 and '5.weight'"),
-        ("options", "compression=none average=1 on rank 0 and options bucket_bytes=26214400"),
+        ("options", "compression=none average=1 on rank 0 and bucket_bytes=26214400"),
     ],
 )
 def test_ranks_that_differ_are_refused_everywhere_with_one_message(how, message):

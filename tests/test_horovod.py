@@ -77,6 +77,7 @@ def _collectives():
         "broadcast": hvd.broadcast(x, 1),
         "object": hvd.broadcast_object({"rank": rank}, 1),
         "strided": hvd.broadcast_(transposed, 1),
+        "parameter": hvd.allreduce_(torch.nn.Parameter(x.clone()), compression=hvd.Compression.bf16),
         "places": (hvd.rank(), hvd.local_rank(), hvd.size(), hvd.local_size(), hvd.poll(handle)),
     }
     assert x.equal(torch.full((2, 3), rank + 1.0)) and dist.is_initialized()
@@ -94,6 +95,7 @@ def test_collectives(backend):
         assert results["broadcast"].equal(torch.full((2, 3), 2.0))
         assert results["object"] == {"rank": 1}
         assert results["strided"].equal(torch.arange(6.0).view(2, 3).t() + 1)
+        assert results["parameter"].equal(torch.full((2, 3), 2.0)) and results["parameter"].is_leaf
         assert results["places"] == (rank, rank, 3, 3, True)
 
 
@@ -104,12 +106,23 @@ def _refused(how):
         hvd.DistributedOptimizer(optimizer, op=hvd.Max)
     elif how == "twice":
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizer))
+    elif how == "compression":
+        hvd.allreduce(torch.ones(2), compression="fp8")
+    elif how == "scalar":
+        hvd.allgather(torch.ones(()))
     else:
         hvd.DistributedOptimizer(optimizer, backward_passes_per_step=0)
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("op", "op is Average or Sum"), ("twice", "distributed already"), ("passes", "interval is 0")]
+    ("how", "message"),
+    [
+        ("op", "op is Average or Sum"),
+        ("twice", "distributed already"),
+        ("passes", "interval is 0"),
+        ("compression", "compression is one of none, fp16, bf16, but it is 'fp8'"),
+        ("scalar", "a tensor of no dims has no dim 0"),
+    ],
 )
 def test_mistakes_are_refused(how, message):
     with pytest.raises(RanksFailed, match=message):

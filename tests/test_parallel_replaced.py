@@ -1,5 +1,7 @@
 """parallelize: parameters and parts of a module that are replaced or added, before and while it is trained."""
 
+import copy
+
 import pytest
 import torch
 from models import make_layout, make_network
@@ -74,3 +76,25 @@ def _grows():
 
 def test_parts_may_be_replaced_and_added_while_training():
     run_ranks(_grows, 4)
+
+
+def _made_by_its_type():
+    layout = make_layout({"w": 2})
+    torch.manual_seed(0)
+    student = torchtp.parallelize(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 2, 3)), layout, output="full"
+    )
+    image = torch.rand(1, 3, 8, 8)
+    teacher = type(student)(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 2, 3))
+    teacher.load_state_dict(student.state_dict())
+    assert type(teacher) is nn.Sequential
+    torch.testing.assert_close(teacher(image), student(image))
+    torch.testing.assert_close(student[:1](image), teacher[0](image))
+    torchtp.parallelize(teacher.double(), layout, output="full")
+    torch.testing.assert_close(teacher(image.double()).float(), student(image))
+    copied = copy.deepcopy(student)
+    copied(image).sum().backward()
+
+
+def test_another_one_made_by_the_type_of_a_parallelized_module_is_a_plain_one():
+    run_ranks(_made_by_its_type, 2)

@@ -37,6 +37,10 @@ CASES = {
     "solve": lambda x: torch.linalg.solve(regular(x), at_each_place(x)[..., :1]),
     "determinant": lambda x: torch.linalg.det(regular(x)),
     "log_determinant": lambda x: torch.linalg.slogdet(regular(x))[1],
+    "determinant_of_a_slice": lambda x: torch.linalg.det(x[:, :, :4, :4]) + torch.linalg.slogdet(x[:, :, :4, :4])[1],
+    "determinant_of_a_transpose": lambda x: torch.linalg.det(x[..., :5].mT) * torch.linalg.det(x[..., :5].contiguous()),
+    "determinant_of_rows": lambda x: torch.linalg.det(x.permute(0, 2, 3, 1)[:, :, :3, :3]),
+    "determinant_of_transposes": lambda x: torch.linalg.det(regular(x).mT).sin(),
     "eigenvalues": lambda x: torch.linalg.eigvalsh(symmetric(x)),
     "singular_values": lambda x: torch.linalg.svdvals(regular(x)),
     "triangular": lambda x: torch.linalg.solve_triangular(regular(x).tril(), at_each_place(x), upper=False),
@@ -56,7 +60,8 @@ ON_TWO_AXES = {"exponential", "diagonal_of_channels", "diag_embed", "triangles_o
 def compare(name, mesh):
     torchtp.dtensor.mark(device_mesh_of(mesh[0]), range(len(mesh[0])))
     torch.manual_seed(0)
-    check(CASES[name], mesh, [torch.randn(IMAGE).double()], gathers=len(mesh[0]) > 1 and name not in ON_TWO_AXES)
+    gathers = len(mesh[0]) > 1 and name not in ON_TWO_AXES
+    check(CASES[name], mesh, [torch.randn(IMAGE).double()], gathers=gathers or name.startswith("determinant_of"))
 
 
 @pytest.mark.parametrize("mesh", [W3, HW], ids=["w3", "hw"])

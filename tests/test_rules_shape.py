@@ -53,6 +53,8 @@ CASES = {
     ),
     "index_put_mask": (lambda x: filled_by_masks(x.sin()), [IMAGE]),
     "index_add": (lambda x, y: x.sin().index_add(1, torch.tensor([3, 3]), y, alpha=2), [IMAGE, (2, 2, 9, 11)]),
+    "mask_of_rows": (lambda x: x.flatten(2).masked_fill((x > 0).flatten(2), 0.0).sin(), [IMAGE]),
+    "mask_repeated": (lambda x: x.repeat_interleave(2, 2) * (x > 0).repeat_interleave(2, 2), [IMAGE]),
     "flip": (lambda x: x.flip(2, 3) * x, [IMAGE]),
     "rot90": (lambda x: x.rot90(1, (2, 3)).sin() * x.rot90(1, (3, 2)), [IMAGE]),
     "rot90_twice": (lambda x: x.rot90(2, (2, 3)).sin() + x.rot90(4, (2, 3)), [IMAGE]),

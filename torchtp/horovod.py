@@ -21,6 +21,8 @@ Sum, Average, Min, Max, Product = "sum", "average", "min", "max", "product"
 _REDUCE_OPS = {Sum: dist.ReduceOp.SUM, Average: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX}
 _REDUCE_OPS[Product] = dist.ReduceOp.PRODUCT
 
+_COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
@@ -100,10 +102,12 @@ def allreduce_async_(
     tensor: torch.Tensor, name: str | None = None, op: str = Average, compression: str = Compression.none
 ) -> Handle:
     """Start to reduce `tensor` in place over all ranks; `op` is Average, Sum, Min, Max or Product."""
+    if compression not in _COMPRESSIONS:
+        raise ValueError(f"compression is one of {', '.join(_COMPRESSIONS)}, but it is {compression!r}")
     if op not in _REDUCE_OPS:
         raise ValueError(f"op is one of {', '.join(_REDUCE_OPS)}, but it is {op!r}")
     wide = tensor.is_floating_point() and tensor.element_size() > 2
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(compression) if wide else None
+    dtype = _COMPRESSIONS[compression] if wide else None
     fractions = tensor.is_floating_point() or tensor.is_complex()
     # Divided before it is rounded: a sum of fp16 must not overflow where the mean would not.
     message = tensor / size() if op == Average and fractions else tensor.contiguous()
@@ -113,7 +117,9 @@ def allreduce_async_(
     def finish() -> torch.Tensor:
         if op == Average and not fractions:
             message.div_(size(), rounding_mode="floor")
-        return tensor.copy_(message) if message is not tensor else tensor
+        if message is not tensor:
+            tensor.detach().copy_(message)
+        return tensor
 
     return Handle(work, finish)
 
@@ -142,6 +148,8 @@ def allreduce(
 @torch.no_grad()
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Concatenation of all ranks' tensors along dim 0, in which they may differ."""
+    if not tensor.dim():
+        raise ValueError("allgather: a tensor of no dims has no dim 0 to concatenate along: give tensor.reshape(1)")
     lengths = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(size())]
     dist.all_gather(lengths, torch.tensor([tensor.size(0)], device=tensor.device))
     longest = max(int(length) for length in lengths)

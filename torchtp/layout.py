@@ -30,6 +30,14 @@ class Layout:
     """
 
     def __init__(self, mesh: DeviceMesh, spatial: Mapping[str, int], data: str | None = None):
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"a Layout takes a DeviceMesh (torch.distributed.device_mesh), but it is a {type(mesh).__name__}"
+            )
+        if not isinstance(spatial, Mapping) or not all(isinstance(dim, int) for dim in spatial.values()):
+            raise TypeError(
+                f'spatial maps axes to the dims they cut, as in {{"h": -2, "w": -1}}, but it is {spatial!r}'
+            )
         names = mesh.mesh_dim_names
         _check_axes(names, spatial, data)
         assert names is not None
@@ -169,7 +177,9 @@ class Layout:
         return normal
 
     def check(self, tensor: torch.Tensor) -> None:
-        """ValueError if the tensor lives on another kind of device, or is a DTensor on another mesh."""
+        """ValueError if the tensor lives on another kind of device, or is a DTensor on another mesh; TypeError of anything else."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a Layout cuts tensors, not a {type(tensor).__name__}")
         if tensor.device.type != self.mesh.device_type:
             raise ValueError(
                 f"a tensor on {tensor.device} can't be cut over a mesh of {self.mesh.device_type} devices: "

@@ -202,6 +202,13 @@ def remade(base: type, marks: tuple[type, ...], members: dict[str, Any], make: C
     return made
 
 
+def origin_of(made: type) -> type:
+    """The class that `remade` began with."""
+    while "_torchtp_made_by" in vars(made):
+        made = cast(Any, made)._torchtp_made_by[1][0]
+    return made
+
+
 @functools.cache
 def _prepared(base: type, names: tuple[str, ...]) -> type:
     return remade(base, (_Prepared,), {name: alias(name) for name in names}, _prepared, names)

@@ -56,6 +56,15 @@ def parallelize(
 
     Raises ValueError on all ranks where their parameters or, at a call, their images differ.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"parallelize takes a torch.nn.Module and a torchtp.Layout, but the first is a {type(module).__name__}"
+        )
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"parallelize takes a torchtp.Layout, but it is a {type(layout).__name__}: "
+            'torchtp.Layout(mesh, {"w": -1}) says which axis of a mesh cuts which dim'
+        )
     if output not in ("dtensor", "local", "full"):
         raise ValueError(f'output is "dtensor", "local" or "full", but it is "{output}"')
     if is_parallelized(module):
@@ -78,7 +87,7 @@ def parallelize(
 
 def is_parallelized(module: nn.Module) -> bool:
     """Whether `parallelize` was called on this very module."""
-    return isinstance(module, _Root)
+    return isinstance(module, _Root) and _STATE in module.__dict__
 
 
 @contextlib.contextmanager
@@ -151,7 +160,7 @@ class _State:
 
     def run(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the images, call `forward`, give its outputs the wanted form."""
-        refuse_transforms()
+        refuse_transforms(module, (args, kwargs))
         if lazy.is_inside():
             return forward(*args, **kwargs)
         is_new = torch.is_grad_enabled() and self._composition.look(module)
@@ -318,9 +327,17 @@ class _Root(lazy.Remade):
 
 
 def _root(base: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(base.__init__)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        if type(self) is made:  # another one, made by this one's type: a teacher, a slice of a Sequential
+            self.__class__ = lazy.origin_of(made)
+
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = getattr(self, _STATE)
+        state: _State | None = self.__dict__.get(_STATE)
+        if state is None:  # of a class that was made from this one's type
+            return base.forward(self, *args, **kwargs)
         own, state.forward = state.forward, None  # which may call this one
         try:
             return state.call(self, own or functools.partial(base.forward, self), args, kwargs)
@@ -329,23 +346,34 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
 
     def apply_to_all(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         applied = base._apply(self, *args, **kwargs)
-        getattr(self, _STATE).parameters_changed()
+        if is_parallelized(self):
+            getattr(self, _STATE).parameters_changed()
         return applied
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        if name == "forward":
+        if name == "forward" and is_parallelized(self):
             getattr(self, _STATE).forward = value
         else:
             base.__setattr__(self, name, value)
 
     def set_state(self: nn.Module, state: Any) -> None:
         base.__setstate__(self, state)
-        getattr(self, _STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
+        if is_parallelized(self):
+            getattr(self, _STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
+
+    def script(self: nn.Module) -> Any:
+        raise RuntimeError(
+            "torch.jit.script can't see through a parallelized module, which exchanges data with other ranks: script the "
+            "module as it is without parallelize, with its state_dict()"
+        )
 
     members = {
         "forward": forward,
         "_apply": apply_to_all,
         "__setattr__": set_attribute,
         "__setstate__": set_state,
+        "__init__": initialize,
+        "__prepare_scriptable__": script,
     }
-    return lazy.remade(base, (_Root,), members, _root)
+    made = lazy.remade(base, (_Root,), members, _root)
+    return made

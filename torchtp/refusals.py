@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 
-def refuse_transforms() -> None:
-    """Raise RuntimeError inside torch.export, torch.jit.trace and the transforms of torch.func."""
+def refuse_transforms(module: nn.Module, inputs: Any) -> None:
+    """Raise RuntimeError inside torch.export, torch.jit.trace and the transforms of torch.func, and for dual tensors."""
     if torch.compiler.is_exporting():
         what, remedy = "torch.export", "export the module as it is without parallelize, with its state_dict()"
     elif torch.jit.is_tracing():
         what, remedy = "torch.jit.trace", "trace the module as it is without parallelize, with its state_dict()"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         what, remedy = "torch.func (grad, vmap, jvp and their kin)", "use backward() or torch.autograd.grad"
+    elif forward_ad._current_level >= 0 and _has_tangent([inputs, *module.parameters(), *module.buffers()]):
+        what, remedy = "forward-mode AD (torch.autograd.forward_ad)", "use backward() or torch.autograd.grad"
     else:
         return
     raise RuntimeError(
         f"{what} can't see through a parallelized module, which exchanges data with other ranks: {remedy}"
     )
+
+
+def _has_tangent(nested: Any) -> bool:
+    tensors = (leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, torch.Tensor))
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

@@ -40,7 +40,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 void check_agreement(const Collective& collective, const std::vector<at::Tensor>& parameters,
                      const std::vector<std::string>& names, const Options& options) {
   std::ostringstream mine;
-  mine << "options bucket_bytes=" << options.bucket_bytes << " first_bucket_bytes=" << options.first_bucket_bytes
+  mine << "bucket_bytes=" << options.bucket_bytes << " first_bucket_bytes=" << options.first_bucket_bytes
        << " compression=" << name_of(options.compression) << " average=" << options.average << "\n";
   for (size_t i = 0; i < parameters.size(); ++i) mine << describe(parameters[i], names[i]) << "\n";
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters.front().device();
@@ -57,7 +57,7 @@ void check_agreement(const Collective& collective, const std::vector<at::Tensor>
     };
     TORCH_CHECK_VALUE(false, "gradients: all ranks must pass the same parameters in the same order, but rank 0 has ",
                       first.size() - 1, " and rank ", rank, " has ", other.size() - 1, ", and ",
-                      line == 0 ? "options" : "parameter " + std::to_string(line - 1), " is ", at(first),
+                      line == 0 ? std::string() : "parameter " + std::to_string(line - 1) + " is ", at(first),
                       " on rank 0 and ", at(other), " on rank ", rank,
                       "; build the same model with the same settings on every rank");
   }

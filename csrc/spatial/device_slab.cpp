@@ -16,6 +16,7 @@ std::shared_ptr<const void> hold(const at::Tensor& tensor) { return std::make_sh
 
 HaloMerge sum_of(at::ScalarType type) {
   switch (type) {
+    case at::kBool:  // of which each row comes once
     case at::kByte:
     case at::kChar:
       return HaloMerge::kInt8;

@@ -126,7 +126,7 @@ using AddBlocks = void (*)(const Blocks&, size_t, const std::byte*, size_t);
 AddBlocks add_blocks_of(at::ScalarType type) {
   AddBlocks add = nullptr;
   AT_DISPATCH_V2(type, "push_add", AT_WRAP([&] { add = &add_blocks<scalar_t>; }), AT_EXPAND(AT_ALL_TYPES_AND_COMPLEX),
-                 at::kHalf, at::kBFloat16);
+                 at::kHalf, at::kBFloat16, at::kBool);
   return add;
 }
 

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchtp.dtensor import notice
 from torchtp.dtensor.cut import full_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of
+from torchtp.dtensor.moving import chunk_of, recut_tensor
 from torchtp.dtensor.registry import bound, spatial_rule, words
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, plain_shard
+from torchtp.dtensor.upstream import DTensor, Op, Replicate, Shard, local_of, plain_shard
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
 
 
 @spatial_rule(*words("""
-    linalg_inv_ex _linalg_solve_ex _linalg_det _linalg_slogdet linalg_cholesky_ex linalg_lu linalg_lu_factor_ex
+    linalg_inv_ex _linalg_solve_ex linalg_cholesky_ex linalg_lu linalg_lu_factor_ex
     linalg_lu_solve linalg_qr _linalg_svd linalg_eig _linalg_eigvals _linalg_eigh linalg_matrix_exp cholesky_solve
     linalg_solve_triangular linalg_ldl_factor_ex linalg_householder_product cholesky_inverse
 """))  # fmt: skip
@@ -42,6 +43,23 @@ def each_matrix(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lambda part: wrap(part, mesh, placements, torch.Size([*batch, *part.shape[len(batch) :]])),
         op(*parts, **named),
     )
+
+
+@spatial_rule("_linalg_det", "_linalg_slogdet")
+def determinant(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Factors the transpose of what is contiguous, and its derivative goes by the strides of the DTensor: parts lie as these say."""
+    (tensor,) = args
+    if not taken(tensor):
+        return unruled(op, args, kwargs)
+    placements = sums_done(tensor.placements)
+    whole = tuple(Replicate() if plain_shard(p) and p.dim >= tensor.dim() - 2 else p for p in placements)
+    if whole != placements:
+        notice.gathering(op, tensor.shape, tensor.dtype)
+    part = local_as(tensor, tensor.device_mesh, whole)
+    batch = tensor.shape[:-2]
+    results = op(part.contiguous() if tensor.is_contiguous() else part.mT.contiguous().mT)
+    given = [wrap(each, tensor.device_mesh, whole, torch.Size([*batch, *each.shape[len(batch) :]])) for each in results]
+    return tuple(recut_tensor(each, placements) if each.dim() == tensor.dim() else each for each in given)
 
 
 @spatial_rule("_linalg_check_errors")
