@@ -21,8 +21,6 @@ Sum, Average, Min, Max, Product = "sum", "average", "min", "max", "product"
 _REDUCE_OPS = {Sum: dist.ReduceOp.SUM, Average: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX}
 _REDUCE_OPS[Product] = dist.ReduceOp.PRODUCT
 
-_COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
@@ -30,6 +28,9 @@ class Compression:
     """What floating-point tensors of more than 16 bits travel as."""
 
     none, fp16, bf16 = "none", "fp16", "bf16"
+
+
+_COMPRESSIONS = {Compression.none: None, Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
 def init(backend: str = "torchtp") -> None:

@@ -26,7 +26,7 @@ class Layout:
     have different images. Every axis of the mesh is one or the other. Collective over the mesh.
 
     Raises ValueError for an axis the mesh has not, one that is neither spatial nor data or both, a dim that is the
-    batch's or the channels', and two axes on one dim.
+    batch's or the channels', and two axes on one dim; TypeError for what is no mesh, or maps no axes to dims.
     """
 
     def __init__(self, mesh: DeviceMesh, spatial: Mapping[str, int], data: str | None = None):

@@ -27,7 +27,7 @@ from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.images import Images, Output, is_image
 from torchtp.layout import Layout
-from torchtp.refusals import refuse_transforms
+from torchtp.refusals import refuse_script, refuse_transforms
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -54,7 +54,8 @@ def parallelize(
     that mean, for DistributedDataParallel or FSDP2 over `layout.group`. Tensors among the arguments get the whole gradient
     of this rank's images, on every rank of its spatial group.
 
-    Raises ValueError on all ranks where their parameters or, at a call, their images differ.
+    Raises ValueError on all ranks where their parameters or, at a call, their images differ; TypeError for what is no module
+    or no Layout.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -361,19 +362,13 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         if is_parallelized(self):
             getattr(self, _STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
 
-    def script(self: nn.Module) -> Any:
-        raise RuntimeError(
-            "torch.jit.script can't see through a parallelized module, which exchanges data with other ranks: script the "
-            "module as it is without parallelize, with its state_dict()"
-        )
-
     members = {
         "forward": forward,
         "_apply": apply_to_all,
         "__setattr__": set_attribute,
         "__setstate__": set_state,
         "__init__": initialize,
-        "__prepare_scriptable__": script,
+        "__prepare_scriptable__": lambda self: refuse_script(),
     }
     made = lazy.remade(base, (_Root,), members, _root)
     return made

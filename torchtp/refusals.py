@@ -22,7 +22,16 @@ def refuse_transforms(module: nn.Module, inputs: Any) -> None:
         what, remedy = "forward-mode AD (torch.autograd.forward_ad)", "use backward() or torch.autograd.grad"
     else:
         return
-    raise RuntimeError(
+    raise _cannot(what, remedy)
+
+
+def refuse_script() -> None:
+    """Raise RuntimeError for torch.jit.script, which asks a module before it reads its code."""
+    raise _cannot("torch.jit.script", "script the module as it is without parallelize, with its state_dict()")
+
+
+def _cannot(what: str, remedy: str) -> RuntimeError:
+    return RuntimeError(
         f"{what} can't see through a parallelized module, which exchanges data with other ranks: {remedy}"
     )
 

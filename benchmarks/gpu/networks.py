@@ -26,7 +26,6 @@ from benchmarks.library_networks import networks
 from benchmarks.networks import Axes, compare_step, image_of, installed, layout_of, made, mesh_text, named, step
 
 _LIBRARIES = ("torchvision", "timm", "transformers")
-_TOLERANCE = 1e-6
 # Float32 on one device is off by so much of float64; a cut one may be off by so many times that.
 _TIMES = 10.0
 _ROUNDING = 1e-2  # of the largest gradient
@@ -55,7 +54,7 @@ def network(dry: bool, library: str, name: str, axes: Axes) -> dict[str, Any]:
             cut = torchtp.parallelize(made(found).to(device).float(), layout, output="full")
             outputs, _ = step(cut, image.float())
             row["cut_float32"] = compare_step(cut, outputs, one, expected, _ROUNDING)
-    if not row["float64"] <= _TOLERANCE:
+    if not row["float64"] <= found.tolerance:
         raise AssertionError(f"off by {row['float64']:.1e} in float64")
     if not row["cut_float32"] <= _TIMES * max(row["float32"], 1e-6):
         raise AssertionError(

@@ -53,9 +53,7 @@ class Axes:
     tell_order: dict[tuple[Placements, torch.Size], bool] = field(default_factory=dict)
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
-    picked_from: dict[torch.Size, Placements] = field(
-        default_factory=dict
-    )  # how tensors were cut that points were picked from
+    picked_from: dict[torch.Size, Placements] = field(default_factory=dict)  # see `remember_picked_from`
 
 
 _ATTRIBUTE = "_torchtp_axes"

@@ -16,13 +16,7 @@ from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, full_of, inte
 from torchtp.dtensor.routing import Holders, holders, routed
 from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import (
-    DeviceMesh,
-    Op,
-    Replicate,
-    Shard,
-    plain_shard,
-)
+from torchtp.dtensor.upstream import DeviceMesh, Op, Replicate, Shard, plain_shard
 
 Lists = list[torch.Tensor | None]  # one for each dim of a tensor
 
@@ -61,13 +55,12 @@ class Points:
     def pick(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's part of what is picked out of a tensor of which it has `local`."""
         rows = torch.ops.aten.index.Tensor(local, self.numbers)
-        return self._shaped(routed(rows, self.mesh, self.axes, self.at, self.now, self.wanted))
+        return self._shaped(self._brought(rows, self.now, self.wanted))
 
     def put(self, local: torch.Tensor, values: torch.Tensor, accumulate: bool) -> None:
         """Writes this rank's part of `values`, shaped and cut as what is picked, to where the points lie, or adds it there."""
         rows = values.flatten(self.at, self.at + self.num_dims - 1)
-        rows = routed(rows, self.mesh, self.axes, self.at, self.wanted, self.now)
-        torch.ops.aten.index_put_(local, self.numbers, rows, accumulate)
+        torch.ops.aten.index_put_(local, self.numbers, self._brought(rows, self.wanted, self.now), accumulate)
 
     def part_of(self, values: torch.Tensor) -> torch.Tensor:
         """This rank's part of values that broadcast to what is picked."""
@@ -75,6 +68,10 @@ class Points:
             hand_out(values)
             values = full_of(values).expand(self.shape)
         return local_as(values, self.mesh, self.placements)
+
+    def _brought(self, rows: torch.Tensor, now: Holders, wanted: Holders) -> torch.Tensor:
+        """Rows where others are to hold them; themselves where no dim with lists is cut, as of channels."""
+        return routed(rows, self.mesh, self.axes, self.at, now, wanted) if self.axes else rows
 
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
         extents = []
