@@ -73,7 +73,7 @@ def test_ranks_that_call_on_groups_in_another_order_are_named_with_both_groups(m
     error, name = told[1]
     parts = [
         "allreduce #0 (SUM, fp32, 4 elements): rank 1 has not arrived after 3 s (the timeout of rank ",
-        f"; rank 1 sleeps, has been in allreduce #0 (SUM, fp32, 4 elements) of group '{name}' for ",
+        f"; rank 1 has been in allreduce #0 (SUM, fp32, 4 elements) of group '{name}' for ",
         # As the ranks of that group are numbered.
         f" (rank {1 - members.index(1)} has not arrived there) and has called nothing yet",
     ]

@@ -72,9 +72,11 @@ void Stall::look(Awaited& awaited) {
   }
 }
 
-std::string Stall::state_of(int rank) const {
+std::string Stall::state_of(int rank, const std::vector<ToldWait>& waits) const {
   const auto process = liveness_.process(rank);
   if (!process) return "";
+  const bool waits_in_a_call = std::any_of(
+      waits.begin(), waits.end(), [](const ToldWait& wait) { return wait.failed_ns == 0 && wait.is_blocked != 0; });
   switch (process->state) {
     case 'T': {
       std::string text = cat("stopped", name_of(process->stop_signal));
@@ -88,9 +90,10 @@ std::string Stall::state_of(int rank) const {
     case 'D':
       return "waits for a device";
     case 'R':
-      return "runs";
+      return waits_in_a_call ? "" : "runs";
     default:
-      return process->is_gone() ? "is ending" : "sleeps";
+      if (process->is_gone()) return "is ending";
+      return waits_in_a_call ? "" : "sleeps";
   }
 }
 
@@ -103,8 +106,9 @@ std::string Stall::describe(Awaited& awaited, const std::string& time) const {
   uint64_t waiting_for_us = 0;
   for (int rank = 0; rank < kMaxRanks; ++rank) {
     if ((missing >> rank & 1) == 0) continue;
-    std::vector<std::string> known{state_of(rank)};
-    for (const ToldWait& wait : waits_of_(rank)) {
+    const std::vector<ToldWait> waits = waits_of_(rank);
+    std::vector<std::string> known{state_of(rank, waits)};
+    for (const ToldWait& wait : waits) {
       known.push_back(torchtp::shm::describe(wait));
       const bool for_us = (wait.for_ranks >> wait_.rank & 1) != 0;
       if (wait_.is_blocked && wait.is_blocked != 0 && wait.failed_ns == 0 && for_us) {

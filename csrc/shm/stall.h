@@ -40,7 +40,8 @@ class Stall {
   std::string describe(Awaited& awaited, const std::string& time) const;
 
  private:
-  std::string state_of(int rank) const;
+  // Nothing of one whose first thread waits in a call of ours: whether it naps or looks just now is chance.
+  std::string state_of(int rank, const std::vector<ToldWait>& waits) const;
 
   const Liveness& liveness_;
   const std::vector<int>& called_;
