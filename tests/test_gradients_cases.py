@@ -331,6 +331,7 @@ def _refusals():
     note(lambda: GradientReducer([]))
     note(lambda: GradientReducer([model[0].weight * 2]))
     note(lambda: GradientReducer(model, compression="int8"))
+    note(lambda: GradientReducer(model, bucket_bytes=-1))
     sparse = nn.Embedding(4, 2, sparse=True)
     reducer = GradientReducer(sparse)
     note(lambda: sparse(torch.tensor([1])).sum().backward())
@@ -339,10 +340,11 @@ def _refusals():
 
 
 def test_what_can_not_be_reduced_is_refused():
-    empty, computed, compression, sparse = run_ranks(_refusals, 2)[0]
+    empty, computed, compression, least, sparse = run_ranks(_refusals, 2)[0]
     assert "no parameter to reduce" in empty
     assert "must be a leaf" in computed
     assert "'none', 'fp16' or 'bf16', but it is 'int8'" in compression
+    assert "bucket_bytes and first_bucket_bytes are least sizes in bytes, but they are -1 and " in least
     assert "must be dense" in sparse
 
 

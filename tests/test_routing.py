@@ -137,3 +137,19 @@ def run_by_upstream(sizes):
 @pytest.mark.parametrize("sizes", MESHES)
 def test_dtensor_s_own_redistribution_of_unequal_chunks_is_right(sizes):
     run_ranks(run_by_upstream, math.prod(sizes), sizes)
+
+
+def run_rare_dtypes(sizes):
+    """What gloo itself does not move."""
+    mesh = _mesh(sizes)
+    for dtype in (torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool):
+        whole = moved(torch.arange(2 * 5 * 3).view(2, 5, 3).to(dtype))
+        for placements in [NESTED, (Shard(1), Shard(2)), (Shard(2), Replicate())]:
+            tensor = _cut(whole, mesh, placements)
+            for full in (full_of(tensor), tensor.full_tensor(), tensor.redistribute(placements=NESTED).full_tensor()):
+                assert full.dtype == dtype
+                assert torch.equal(full.float(), whole.float())
+
+
+def test_dtypes_that_gloo_does_not_move():
+    run_ranks(run_rare_dtypes, 4, (2, 2), backend="gloo")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rules import DATA_W, H4, HW, W3, check, device_mesh_of, num_ranks
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torchtp
@@ -56,6 +57,8 @@ CASES = {  # of an image, with the shapes of parameters
     "along_places": (lambda x, w, b: F.linear(x.flatten(2).sin(), w, b).sin(), [(6, 35), (6,)]),
     "along_columns": (lambda x, w: F.linear(x.sin(), w).sin(), [(9, 7)]),
     "einsum": (lambda x, w: torch.einsum("nchw,ndhw,cd->ncd", x, x.sin(), w), [(4, 4)]),
+    "transform_of_rows": (lambda x, w: torch.einsum("kh,nchw->nckw", w, x.sin()).square(), [(5, 5)]),
+    "transform_of_columns": (lambda x, w: torch.einsum("kw,nchw->nchk", w, x.sin()).square(), [(9, 7)]),
     "few_queries": (attended_by_few, [(1, 3, 4)]),
     "attention": (lambda x: attend(heads(x), heads(x * 0.5), heads(x).sin()).square(), []),
     "attention_causal": (lambda x: attend(heads(x), heads(x * 0.5), heads(x).sin(), is_causal=True, scale=0.4), []),
@@ -119,6 +122,22 @@ def in_inference_mode(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_in_inference_mode(dtype):
     run_ranks(in_inference_mode, 3, dtype, backend="gloo")
+
+
+def transforms(mesh):
+    torchtp.dtensor.mark(device_mesh_of(mesh[0]), [axis for axis, dim in enumerate(mesh[1]) if dim])
+    placements = [Shard(dim) if dim else Replicate() for dim in mesh[1]]
+    x = distribute_tensor(torch.randn(1, 8, 12, 16), device_mesh_of(mesh[0]), placements)
+    with torchtp.strict():
+        rows = torch.einsum("kh,nchw->nckw", torch.randn(12, 12), x)
+        columns = torch.einsum("kw,nchw->nchk", torch.randn(16, 16), x)
+    return [max(y.to_local().numel() * y.device_mesh.size() / y.numel() for y in (rows, columns))]
+
+
+@pytest.mark.parametrize("mesh", [W3, H4, HW], ids=["w3", "h4", "hw"])
+def test_transforms_of_a_cut_dim_are_cut(mesh):
+    for (share,) in run_ranks(transforms, num_ranks(mesh), mesh, backend="gloo"):
+        assert share <= 1.2, share
 
 
 def kept():

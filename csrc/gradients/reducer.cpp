@@ -38,6 +38,10 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     : collective_(group), options_(options), own_hook_(std::move(own_hook)) {
   check_agreement(collective_, parameters, names, options);
   TORCH_CHECK_VALUE(!parameters.empty(), "gradients: there is no parameter to reduce; pass at least one");
+  TORCH_CHECK_VALUE(options.bucket_bytes >= 0 && options.first_bucket_bytes >= 0,
+                    "gradients: bucket_bytes and first_bucket_bytes are least sizes in bytes, but they are ",
+                    options.bucket_bytes, " and ", options.first_bucket_bytes,
+                    "; 0 gives each parameter a bucket of its own");
   for (size_t i = 0; i < parameters.size(); ++i) {
     check_plain(parameters[i], names[i]);
     Parameter& parameter = parameters_.emplace_back();

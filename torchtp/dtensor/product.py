@@ -88,23 +88,31 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = tuple(
         Partial() if letter == "k" else place for letter, place in zip(letters, _placed(dims, letters), strict=True)
     )
-    wanted = _summed(made, shape, a, b, axes_of(mesh).sizes)
+    constant = dims_a if not any(cut_a) else dims_b if not any(cut_b) else ""
+    wanted = _summed(made, shape, a, b, axes_of(mesh).sizes, [dims.index(d) for d in constant if d in "mn"])
     if wanted != made:
         local = redistributed(local, make_spec(mesh, made, shape, local.stride(), local.dtype), wanted)
     return wrap(local, mesh, wanted, shape)
 
 
 def _summed(
-    made: Placements, shape: torch.Size, a: torch.Tensor, b: torch.Tensor, sizes: tuple[int, ...]
+    made: Placements, shape: torch.Size, a: torch.Tensor, b: torch.Tensor, sizes: tuple[int, ...], constant: list[int]
 ) -> Placements:
     """Where parts of sums go: one as large as a factor is cut along its longer dim, the gradient of keys say; others become whole.
 
-    Derivatives leave small ones to be summed by who needs it, as they may belong to a parameter.
+    What a whole matrix makes of a cut tensor, a transform of its columns say, is cut along the dim that takes the place of
+    the summed one: `constant`, where one factor is whole. Derivatives leave small sums to who needs them, as they may
+    belong to a parameter.
     """
     placements: list[Placement] = list(made)
+    transforms = 2 * shape.numel() >= max(a.numel(), b.numel())
     large = 2 * shape.numel() >= min(a.numel(), b.numel()) and 2 * max(shape[-2:]) >= a.size(-1) and min(shape[-2:]) > 1
     for axis, placement in enumerate(made):
         if not isinstance(placement, Partial):
+            continue
+        own = [dim for dim in constant if transforms and Shard(dim) not in placements and shape[dim] >= sizes[axis]]
+        if own:
+            placements[axis] = Shard(own[0])
             continue
         free = [dim for dim in (len(shape) - 2, len(shape) - 1) if Shard(dim) not in placements]
         longer = max(free, key=lambda dim: shape[dim], default=0)

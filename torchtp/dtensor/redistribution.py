@@ -1,4 +1,4 @@
-"""DTensor's own redistribution of a tensor of which several axes cut one dim: axis by axis, as rules do it.
+"""DTensor's own redistribution as rules do it: of a tensor of which several axes cut one dim axis by axis, of a rare dtype as bytes.
 
 Upstream takes the axes at once, as if their chunks were those of one group of all (see `upstream.redistributed`), so that
 `full_tensor()` and `redistribute()` would give other rows where the chunks differ in length.
@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import _api, _dispatch, _redistribute
 
 from torchtp.dtensor.spatial import is_marked, on_first_mark
-from torchtp.dtensor.upstream import DTensorSpec, nested_dims, redistributed
+from torchtp.dtensor.upstream import DTensorSpec, nested_dims, redistributed, travels_as_bytes
 
 
 def _install() -> None:
@@ -24,7 +24,7 @@ def _install() -> None:
         local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         nested = nested_dims(current_spec.placements) or nested_dims(target_spec.placements)
-        if nested and is_marked(current_spec.mesh):
+        if (nested or travels_as_bytes(local.dtype)) and is_marked(current_spec.mesh):
             return redistributed(local, current_spec, target_spec.placements)
         return theirs(local, current_spec, target_spec, *args, **kwargs)
 

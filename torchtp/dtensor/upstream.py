@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, TypeGuard, cast
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -46,6 +47,7 @@ __all__ = [
     "real_mesh",
     "redistributed",
     "spec_of",
+    "travels_as_bytes",
 ]
 
 
@@ -93,10 +95,21 @@ def become(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], view: DTensor)
     return return_and_correct_aliasing(op, args, kwargs, target)
 
 
+# What gloo refuses to move.
+_MOVED_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+
+
+def travels_as_bytes(dtype: torch.dtype) -> bool:
+    """Whether not every backend moves elements of that dtype: their bytes go instead."""
+    return dtype in _MOVED_AS_BYTES or (dtype.itemsize == 1 and dtype.is_floating_point)
+
+
 def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...]) -> torch.Tensor:
     """The local tensor under other placements, outside autograd; collective over the axes that change."""
     if spec.placements == placements:
         return local
+    if travels_as_bytes(local.dtype) and not any(isinstance(place, Partial) for place in spec.placements):
+        return _redistributed_as_bytes(local, spec, placements)
     if nested_dims(spec.placements) or nested_dims(placements):
         first, *others = (
             axis for axis, pair in enumerate(zip(spec.placements, placements, strict=True)) if pair[0] != pair[1]
@@ -105,6 +118,13 @@ def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Plac
             return _redistributed_by_axis(local, spec, placements, first)
     target = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return redistribute_local_tensor(local, spec, target)
+
+
+def _redistributed_as_bytes(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...]) -> torch.Tensor:
+    flat = local.contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size((*spec.shape, flat.size(-1)))
+    of_bytes = make_spec(spec.mesh, spec.placements, shape, make_contiguous_strides_for(shape), torch.uint8)
+    return redistributed(flat, of_bytes, placements).contiguous().view(local.dtype).squeeze(-1)
 
 
 def _redistributed_by_axis(
