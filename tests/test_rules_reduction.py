@@ -20,6 +20,10 @@ def labels(seed=3, classes=4):
     return torch.randint(0, classes, (2, 9, 11), generator=torch.Generator().manual_seed(seed))
 
 
+def labels_of(x):
+    return x.detach().argmax(1)
+
+
 def weights():
     return torch.linspace(0.5, 2.0, 4).double()
 
@@ -56,6 +60,14 @@ REDUCTIONS = {
         lambda x: torch._is_all_true(x.detach() > -2).logical_or(torch._is_any_true(x.detach() > 9)),
         [IMAGE],
     ),
+    "bincount": (lambda x: torch.bincount(labels_of(x).flatten()), [IMAGE]),
+    "bincount_weighted": (
+        lambda x: torch.bincount(labels_of(x).flatten(), x.detach()[:, 0].flatten(), minlength=2),
+        [IMAGE],
+    ),
+    "histc": (lambda x: torch.histc(x.detach()), [IMAGE]),
+    "histc_of_a_range": (lambda x: torch.histc(x.detach(), bins=7, min=-1, max=0.5), [IMAGE]),
+    "histc_of_one_number": (lambda x: torch.histc(x.detach() * 0 + 3, bins=5), [IMAGE]),
     "norm": (lambda x: torch.linalg.vector_norm(x), [IMAGE]),
     "norm_one": (lambda x: x.norm(p=1, dim=(2, 3)), [IMAGE]),
     "norm_inf": (lambda x: torch.linalg.vector_norm(x.detach(), torch.inf), [IMAGE]),
@@ -270,3 +282,19 @@ def test_item_is_the_value_of_the_whole():
     for got_sum, got_mean, want_sum, want_mean in run_ranks(run_item, 2):
         assert got_sum == want_sum
         assert got_mean == pytest.approx(want_mean, rel=1e-6)
+
+
+def run_counts_refused():
+    mesh = init_device_mesh("cpu", (2,))
+    torchtp.dtensor.mark(mesh, [0])
+    values = distribute_tensor(torch.tensor([3, 1, 2, -4]), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(RuntimeError, match="non-negative"):
+        torch.bincount(values)
+    endless = distribute_tensor(torch.tensor([3, 1, 2, torch.inf]), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(RuntimeError, match="not finite"):
+        torch.histc(endless)
+    return torch.histc(endless, 4, 0, 4).tolist()
+
+
+def test_what_one_rank_can_not_count_is_refused_by_all():
+    assert run_ranks(run_counts_refused, 2) == [[0, 1, 1, 1]] * 2

@@ -6,6 +6,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     attention,
     collectives,
     convolution,
+    counting,
     deformed,
     fallback,
     grid_sample,

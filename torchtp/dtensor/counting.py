@@ -1,0 +1,78 @@
+"""Histograms of cut DTensors, as confusion matrices and monitors ask them: each rank counts its part, the counts are summed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, sums_done
+from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.moving import all_reduced, recut
+from torchtp.dtensor.nesting import takes_nested
+from torchtp.dtensor.registry import bound, spatial_rule
+from torchtp.dtensor.shape import taken
+from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, plain_shard, spec_of
+from torchtp.dtensor.wrapping import wrap
+
+
+class _Counted:
+    """A tensor of which each rank counts its part."""
+
+    def __init__(self, tensor: DTensor):
+        self.mesh = tensor.device_mesh
+        self.placements: Placements = sums_done(spec_of(tensor).placements)
+        self.local = recut(local_of(tensor), spec_of(tensor), self.placements)
+        self._axes = [axis for axis, placement in enumerate(self.placements) if plain_shard(placement)]
+
+    def range(self) -> tuple[float, float]:
+        """The least and the largest element of the whole; (inf, -inf) of none, nan of both where there is one."""
+        if self.local.numel():
+            least, largest = torch.aminmax(self.local)
+            ends = torch.stack([-least.double(), largest.double()])
+        else:
+            ends = self.local.new_full((2,), -math.inf, dtype=torch.double)
+        is_nan = ends.isnan()
+        ends = all_reduced(
+            torch.cat([ends.masked_fill(is_nan, -math.inf), is_nan.double()]), self.mesh, self._axes, "max"
+        )
+        lowest, highest, *nans = ends.tolist()
+        return (math.nan, math.nan) if any(nans) else (-lowest, highest)
+
+    def summed(self, counts: torch.Tensor) -> DTensor:
+        whole = all_reduced(counts, self.mesh, self._axes)
+        return wrap(whole, self.mesh, (Replicate(),) * self.mesh.ndim, whole.shape)
+
+
+@spatial_rule("bincount")
+@takes_nested
+def bincount(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, weights, minlength = bound(op, args, kwargs)
+    fits = taken(tensor) and tensor.dim() == 1 and not tensor.is_floating_point() and minlength >= 0
+    if not fits or (weights is not None and weights.shape != tensor.shape):
+        return unruled(op, args, kwargs)
+    counted = _Counted(tensor)
+    least, largest = counted.range()
+    if least < 0:
+        return op(torch.tensor([-1]))  # refuses it, on all ranks alike
+    own = None if weights is None else local_as(weights, counted.mesh, counted.placements)
+    length = max(minlength, 1 + int(largest)) if tensor.numel() else minlength
+    return counted.summed(op(counted.local, own, length))
+
+
+@spatial_rule("histc")
+@takes_nested
+def histc(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, bins, low, high = bound(op, args, kwargs)
+    if not taken(tensor) or bins <= 0 or low > high:
+        return unruled(op, args, kwargs)
+    counted = _Counted(tensor)
+    if low == high and tensor.numel():
+        low, high = counted.range()
+        if not math.isfinite(low) or not math.isfinite(high):
+            return op(torch.tensor([low, high], dtype=tensor.dtype), bins)  # refuses it, on all ranks alike
+    if low == high:
+        low, high = low - 1, high + 1
+    return counted.summed(op(counted.local, bins, low, high))
