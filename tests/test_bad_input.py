@@ -202,3 +202,28 @@ def test_one_rank_calls_it_in_another_way(axes, how, text):
     told = run_ranks(_call_in_another_way, 4 if "dp" in axes else 2, axes, how, backend="torchtp", timeout=LIMIT)
     assert len(set(told)) == 1
     assert text in told[0]
+
+
+def _after_the_end():
+    make, image = (lambda: make_network("convnext", dtype=torch.float32)), torch.rand(1, 2, 8, 8)
+    model = torchtp.parallelize(make(), make_layout({"w": 2}), output="full")
+    expected = model(image)
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            model(image)
+        messages.append(str(caught.value))
+        if not dist.is_initialized():
+            dist.init_process_group("torchtp", store=store, rank=rank, world_size=size)
+    anew = torchtp.parallelize(make(), make_layout({"w": 2}), output="full")
+    anew.load_state_dict(model.state_dict())
+    assert torch.equal(anew(image), expected)
+    return messages
+
+
+def test_a_module_whose_group_was_destroyed_says_so():
+    for messages in run_ranks(_after_the_end, 2, backend="torchtp", fresh=True):
+        assert all("mesh was destroyed: after init_process_group make the mesh" in text for text in messages), messages

@@ -27,7 +27,7 @@ from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.images import Images, Output, is_image
 from torchtp.layout import Layout
-from torchtp.refusals import refuse_script, refuse_transforms
+from torchtp.refusals import refuse_ended, refuse_script, refuse_transforms
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -164,6 +164,7 @@ class _State:
         refuse_transforms(module, (args, kwargs))
         if lazy.is_inside():
             return forward(*args, **kwargs)
+        refuse_ended(self.layout.group)
         is_new = torch.is_grad_enabled() and self._composition.look(module)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
         if reducer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
@@ -23,6 +24,17 @@ def refuse_transforms(module: nn.Module, inputs: Any) -> None:
     else:
         return
     raise _cannot(what, remedy)
+
+
+def refuse_ended(group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError where the group was destroyed, before anything is sent."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:
+        raise RuntimeError(
+            "the process group of this parallelized module's mesh was destroyed: after init_process_group make the mesh, "
+            "the layout and the module anew, and give it this one's state_dict()"
+        ) from error
 
 
 def refuse_script() -> None:
