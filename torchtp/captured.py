@@ -24,6 +24,7 @@ class Composition:
         self._structure: Structure | None = None
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self.captured: _C.CapturedGradients | None = None
+        self.parameters: frozenset[int] = frozenset()  # their ids
 
     @property
     def is_computed(self) -> bool:
@@ -42,6 +43,7 @@ class Composition:
             for name, value in part._parameters.items()
             if value is not None and not isinstance(value, (nn.Parameter, DTensor))
         ]
+        self.parameters = frozenset(map(id, module.parameters()))
         self.captured = None
         if self._layout.num_shards > 1:
             plain = [one for one in module.parameters() if one.is_leaf and not isinstance(one, DTensor)]

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp import lazy
 from torchtp.agreement import Described
+from torchtp.arguments import Arguments
 from torchtp.dtensor.moving import Recut
 from torchtp.dtensor.upstream import local_of, make_dtensor, plain_shard, spec_of
 from torchtp.dtensor.whole import Gather, Given, told_format
@@ -59,13 +60,11 @@ class Images:
         leaves = pytree.tree_leaves((args, kwargs))
         return samples_of([held(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the images cut; without communication."""
         num_dims = self._num_dims(args, kwargs)
 
-        def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
+        def cut(leaf: torch.Tensor) -> torch.Tensor:
             if isinstance(leaf, DTensor):
                 # Of one made outside of inference mode PyTorch can't take a view in it.
                 stale = torch.is_inference_mode_enabled() and not leaf.is_inference()
@@ -74,7 +73,7 @@ class Images:
                 return self._layout.shard(leaf)
             return Given.apply(leaf, self._layout.spatial_mesh) if _records(leaf) else leaf
 
-        return pytree.tree_map(cut, (args, kwargs))
+        return Arguments(args, kwargs, cut)
 
     def give(self, outputs: Any, described: Sequence[Described]) -> Any:
         """The outputs of a call with such arguments in the form that is wanted; collective if that is "full"."""
@@ -91,7 +90,11 @@ class Images:
                 return (leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local()
             return leaf
 
-        return pytree.tree_map(give, outputs)
+        leaves, structure = pytree.tree_flatten(outputs)
+        given = [give(leaf) for leaf in leaves]
+        if all(now is before for now, before in zip(given, leaves, strict=True)):
+            return outputs  # a list that a module keeps and returns stays the one it keeps
+        return pytree.tree_unflatten(given, structure)
 
     def _num_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Dims of the plain tensors that are images: the most that any has."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from torchtp import lazy, randomness, sync_batch_norm
+from torchtp import inner_gradients, lazy, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
 from torchtp.agreement import Call
 from torchtp.awaiting import after_backward
@@ -206,17 +206,18 @@ class _State:
         if self.layout.num_shards > 1 and not self._said_uncut and not any(map(is_image, tensors)):
             self._said_uncut = True
             notice.uncut(type(module).__name__, repr(self.layout))
-        args, kwargs = self._images.cut(args, kwargs)
+        arguments = self._images.cut(args, kwargs)
         with (
             randomness.stream(self.layout, agreed.notes),
             self._composition.given(),
+            inner_gradients.averaged(self.layout.spatial_mesh, self._composition.parameters),
             lazy.running() as written,
         ):
-            outputs = forward(*args, **kwargs)
+            outputs = forward(*arguments.args, **arguments.kwargs)
         self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
-        outputs = self._images.give(outputs, tensors)
+        outputs, contents = arguments.settle(outputs, lambda nested: self._images.give(nested, tensors))
         watchers = [each for each in (reducer, self._composition.captured) if each is not None]
-        for leaf in pytree.tree_leaves(outputs) if watchers and torch.is_grad_enabled() else ():
+        for leaf in pytree.tree_leaves((outputs, contents)) if watchers and torch.is_grad_enabled() else ():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 for each in watchers:
                     each.watch(leaf)

@@ -57,7 +57,7 @@ def told_to(listener: Listener) -> Iterator[None]:
         _listening.listener = before
 
 
-def gathering(op: Op | str, shape: torch.Size, dtype: torch.dtype) -> None:
+def gathering(op: Op | str, shape: torch.Size, dtype: torch.dtype, why: str = "has no rule for a cut tensor") -> None:
     """Say that a tensor of global `shape` is about to be gathered for `op`; raises GatherError inside `strict()`."""
     listener: Listener | None = getattr(_listening, "listener", None)
     if listener is not None:
@@ -66,9 +66,7 @@ def gathering(op: Op | str, shape: torch.Size, dtype: torch.dtype) -> None:
     module = running_module()
     num_bytes = shape.numel() * dtype.itemsize
     where = f" in {module}" if module else ""
-    text = (
-        f"{op} has no rule for a cut tensor{where}: gathers {tuple(shape)} of {dtype}, {num_bytes} bytes on every rank"
-    )
+    text = f"{op} {why}{where}: gathers {tuple(shape)} of {dtype}, {num_bytes} bytes on every rank"
     if _strict:
         raise GatherError(text + "; cut it yourself, use another op, or leave torchtp.strict()")
     key = (str(op), module)

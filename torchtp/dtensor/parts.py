@@ -30,6 +30,7 @@ class _Memory:
     storage: StorageWeakRef
     whole: _Link | None = None  # what this memory is a part of
     parts: list[_Link] = field(default_factory=list)
+    num_writes: int = 0
 
 
 @dataclass(eq=False)
@@ -110,7 +111,20 @@ def written(target: DTensor) -> None:
         _spread(memory, None)
 
 
+class Watch:
+    """Sees whether anything is written into a tensor, or into what shares elements with it."""
+
+    def __init__(self, tensor: DTensor):
+        self._tensor, self._memory = tensor, _place(tensor).memory
+        self._before = self._memory.num_writes
+
+    def was_written(self) -> bool:
+        memory = getattr(local_of(self._tensor).untyped_storage(), _ATTRIBUTE, None)
+        return memory is not self._memory or memory.num_writes != self._before
+
+
 def _spread(memory: _Memory, source: _Link | None) -> None:
+    memory.num_writes += 1
     link = memory.whole
     if link is not None and link is not source:
         link.put(link.part.tensor(), link.whole.tensor())

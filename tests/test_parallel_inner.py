@@ -1,0 +1,95 @@
+"""Gradients that a forward takes itself, to go on with them, are those of one device."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import make_layout
+from torch import nn
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+class InnerLoop(nn.Module):
+    """Three steps of gradient descent in forward, on weights or on copies of them, with or without a graph."""
+
+    def __init__(self, copies, create_graph):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.weight, self.gain = nn.Parameter(torch.randn(4, 4, 3, 3) * 0.2), nn.Parameter(torch.rand(4, 1, 1))
+        self.copies, self.create_graph = copies, create_graph
+
+    def adapted(self, x, weight, gain):
+        return (F.conv2d(self.stem(x), weight, padding=1) * gain).tanh()
+
+    def forward(self, x):
+        fast = [self.weight, self.gain]
+        if self.copies:
+            fast = [one.detach().clone().requires_grad_() for one in fast]
+        for _ in range(3):
+            loss = (self.adapted(x, *fast) - x.mean(1, keepdim=True)).square().mean()
+            grads = torch.autograd.grad(loss, fast, create_graph=self.create_graph)
+            fast = [one - 0.5 * grad for one, grad in zip(fast, grads, strict=True)]
+        return self.adapted(x, *fast)
+
+
+BORN = {
+    "zeros": lambda weight: torch.zeros(2, 2, 1, 1),
+    "scalar": lambda weight: torch.tensor(0.3),
+    "parameter": lambda weight: nn.Parameter(torch.zeros(2, 1, 1).double()),
+    "copy": lambda weight: nn.Parameter(weight.detach()[:, :1, :1, :1].transpose(0, 1).clone()),
+}
+
+
+class Latent(nn.Module):
+    """A leaf that is born in forward and fitted there by backward()."""
+
+    def __init__(self, born, plain_first):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+        self.born, self.plain_first = born, plain_first
+
+    def forward(self, x):
+        kept = self.conv(x).detach()
+        latent = BORN[self.born](self.conv.weight).to(x.dtype).requires_grad_()
+        for _ in range(2):
+            gained = kept * (1 + latent) if self.plain_first else kept * latent
+            (gained - x[:, :2]).square().mean().backward()
+            with torch.no_grad():
+                latent -= latent.grad
+                latent.grad = None
+        return self.conv(x) * latent
+
+
+def compare(axes, make, *args):
+    x = torch.rand(2, 3, 8, 9, generator=torch.Generator().manual_seed(0)).double()
+    seen = []
+    for is_cut in (False, True):
+        torch.manual_seed(0)
+        model = make(*args).double()
+        if is_cut:
+            torchtp.parallelize(model, make_layout(axes), output="full")
+        for _ in range(2):
+            output = model(x)
+            output.square().mean().backward()
+        seen.append([output.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
+    for got, expected in zip(seen[1], seen[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+AXES = [{"w": 2}, {"h": 2, "w": 2}]
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_an_inner_loop(axes, copies, create_graph):
+    run_ranks(compare, math.prod(axes.values()), axes, InnerLoop, copies, create_graph)
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+@pytest.mark.parametrize("born", BORN)
+def test_a_latent_that_is_fitted_in_forward(born, plain_first):
+    run_ranks(compare, 2, {"w": 2}, Latent, born, plain_first)
