@@ -202,4 +202,4 @@ def _told(described: Described | None) -> str:
     if described is None:
         return "no tensor in its place"
     what, shape, dtype = described
-    return f"{what} of shape {tuple(shape)} and {dtype}"
+    return f"{what} of shape {tuple(shape)} and {dtype}" if "tensor" in what or "image" in what else what

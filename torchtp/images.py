@@ -21,6 +21,7 @@ from torchtp.samples import Samples, samples_of
 Output = Literal["dtensor", "local", "full"]
 
 _IMAGE = "an image"
+_PLAIN = (bool, int, float, str)  # what arguments are that steer a forward
 
 
 class Images:
@@ -31,12 +32,14 @@ class Images:
         self._output = output
 
     def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
-        """All tensors among the arguments, and what is wrong with them."""
+        """All tensors, numbers and words among the arguments, and what is wrong with them."""
         num_dims = self._num_dims(args, kwargs)
         tensors: list[Described] = []
         try:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if not isinstance(leaf, torch.Tensor):
+                    if isinstance(leaf, _PLAIN):
+                        tensors.append((_in_words(leaf), torch.Size(), torch.float64))
                     continue
                 image = isinstance(leaf, DTensor) or leaf.dim() == num_dims
                 if image:
@@ -57,8 +60,13 @@ class Images:
                 leaf = local_of(leaf)
             return leaf if of_devices or leaf.device.type == "cpu" else None
 
+        def held_of(leaf: Any) -> torch.Tensor | None:
+            if isinstance(leaf, torch.Tensor):
+                return held(leaf)
+            return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else None
+
         leaves = pytree.tree_leaves((args, kwargs))
-        return samples_of([held(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return samples_of([held_of(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, *_PLAIN))])
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the images cut; without communication."""
@@ -116,6 +124,11 @@ class Images:
         if wanted == leaf.placements or not any(_looks_like(leaf.shape, image) for image in images):
             return leaf
         return Recut.apply(leaf, wanted)
+
+
+def _in_words(value: bool | int | float | str) -> str:
+    """What ranks compare to the bit; floats as tensors are, for ranks may have computed them."""
+    return "a float" if isinstance(value, float) else f"{type(value).__name__} {str(value)[:80]!r}"
 
 
 def is_image(described: Described) -> bool:

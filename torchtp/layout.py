@@ -89,14 +89,26 @@ class Layout:
 
     def placements(self, num_dims: int) -> tuple[Placement, ...]:
         """How a tensor of that many dims is placed on `spatial_mesh`. ValueError if it has too few."""
-        return tuple(Shard(self._dim(name, num_dims)) for name in self.spatial)
+        dims = [self._dim(name, num_dims) for name in self.spatial]
+        if len(set(dims)) < len(dims):
+            raise ValueError(
+                f"two axes cut one dim of a tensor of {num_dims} dims: {self.spatial}; count all dims from the front or all "
+                "from the back"
+            )
+        return tuple(Shard(dim) for dim in dims)
 
     def reaches(self, num_dims: int) -> bool:
         """Whether a tensor of that many dims has the dims that are cut behind its first one."""
         return all(0 < (dim if dim >= 0 else dim + num_dims) < num_dims for dim in self.spatial.values())
 
     def tile(self, global_shape: Sequence[int]) -> tuple[slice, ...]:
-        """The slices of this rank's part of a tensor of `global_shape`: `full[layout.tile(full.shape)]`."""
+        """The slices of this rank's part of a tensor of `global_shape`: `full[layout.tile(full.shape)]`.
+
+        ValueError if it lacks a dim that is cut, or an extent is negative.
+        """
+        if any(isinstance(extent, float) or (isinstance(extent, int) and extent < 0) for extent in global_shape):
+            raise ValueError(f"the extents of a shape are whole numbers from 0 on, but it is {tuple(global_shape)}")
+        self.placements(len(global_shape))
         slices = [slice(0, extent) for extent in global_shape]
         for name in self.spatial:
             dim = self._dim(name, len(slices))
@@ -135,17 +147,17 @@ class Layout:
         shape = torch.Size(global_shape)
         complaint = what = ""
         try:
-            what = "an image" + self._told_format(tile, shape)
             self.check(tile)
+            what = "an image" + self._told_format(tile, shape)
             expected = self.tile_shape(shape)
             if tile.shape != expected:
                 complaint = (
                     f"a tile of shape {tuple(tile.shape)} is not this rank's part of an image of shape {tuple(shape)}: "
                     f"that is {tuple(expected)} ({self}); cut it with layout.tile(global_shape)"
                 )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             complaint = str(error)
-        self.agreement.check(Call([(what, shape, tile.dtype)], complaint))
+        self.agreement.check(Call([(what, shape, getattr(tile, "dtype", torch.float32))], complaint))
         return from_part(tile, self.spatial_mesh, self.placements(len(shape)), shape, None)
 
     def _told_format(self, tile: torch.Tensor, shape: torch.Size) -> str:

@@ -96,6 +96,19 @@ def _install() -> None:
     def tolist(self: DTensor) -> Any:
         return torch.Tensor.tolist(_values(self, "tolist()"))
 
+    def refused(method: str) -> Any:
+        def refuse(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+            if is_marked(self.device_mesh):
+                raise RuntimeError(
+                    f"{method} takes memory of the whole tensor, but this one of shape {tuple(self.shape)} is placed "
+                    f"{self.placements}: call full_tensor() first, on every rank of its mesh, or to_local() for this rank's part"
+                )
+            return getattr(torch.Tensor, method)(self, *args, **kwargs)
+
+        return functools.wraps(getattr(torch.Tensor, method))(refuse)
+
+    for method in ("share_memory_", "__dlpack__"):
+        setattr(DTensor, method, refused(method))
     DTensor.numpy = numpy  # type: ignore[method-assign, assignment]
     DTensor.tolist = tolist  # type: ignore[method-assign, assignment]
     DTensor.__format__ = printable  # type: ignore[method-assign, assignment]

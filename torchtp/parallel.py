@@ -71,13 +71,16 @@ def parallelize(
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
+    handed: list[_State] = []
     for part in module.modules():
         if is_parallelized(part):
-            getattr(part, _STATE).hand_over()
+            handed.append(getattr(part, _STATE))
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
+    for part_state in handed:
+        part_state.hand_over(state)
     state.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
     state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, _STATE, state)
@@ -123,6 +126,9 @@ class _State:
         self._images = Images(layout, output)
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
+        self._outer: list[
+            weakref.ref[_State]
+        ] = []  # of modules around this one, which see to gradients while there are any
         self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
         self._composition = Composition(layout)
         self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
@@ -225,11 +231,11 @@ class _State:
 
     def reducer(self, module: nn.Module) -> GradientReducer | None:
         """Made at the first forward that records gradients: until then parameters may be replaced or frozen."""
-        if self._reducer is None and self._reduces is not None and self.layout.group.size() > 1:
+        if self._reducer is None and self._sees_to_gradients():
             named = list(module.named_parameters())
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
-            if named and not self._composition.is_computed:
+            if named and self._reduces is not None and not self._composition.is_computed:
                 # What has replaced something since `parallelize` is broadcast as well.
                 make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
                 self._prepare_parts(module)
@@ -262,10 +268,19 @@ class _State:
         if self._reducer is not None:
             self._reducer.prepare()
 
-    def hand_over(self) -> None:
-        """Leave gradients to an outer module that is being parallelized."""
-        self._reduces = self._reducer = None
+    def hand_over(self, outer: _State) -> None:
+        """Leave gradients to an outer module that is being parallelized, for as long as it is there."""
+        self._outer.append(weakref.ref(outer))
+        self._reducer = None
         self._stop_awaiting()
+
+    def _sees_to_gradients(self) -> bool:
+        if self._reduces is None or self.layout.group.size() == 1:
+            return False
+        if self._outer and _is_due(self._calls) and any(state() for state in self._outer):
+            gc.collect()  # one that is gone, but for cycles
+        self._outer = [state for state in self._outer if state() is not None]
+        return not self._outer
 
     def _stop_awaiting(self) -> None:
         while self._awaiting:
@@ -278,7 +293,7 @@ class _State:
             if self._reducer is None and (reducer := self.reducer(module)) is not None:
                 reducer.reduce()
 
-        if self._reduces is not None and self.layout.group.size() > 1:
+        if self._sees_to_gradients():
             self._awaiting = after_backward(module.parameters(), reduce)
 
     def _prepare_parts(self, module: nn.Module) -> None:
@@ -310,6 +325,13 @@ def _mode(module: nn.Module, reducer: GradientReducer | None, device_type: str) 
         words.append("without gradients")
     if reducer is not None and not reducer.syncs:
         words.append("under torchtp.no_sync")
+    frozen = (
+        []
+        if reducer is None
+        else [n for n, p in zip(reducer.names, reducer.parameters, strict=True) if not p.requires_grad]
+    )
+    if frozen:
+        words.append(f"with {len(frozen)} parameters frozen ({frozen[0]!r} to {frozen[-1]!r})")
     if torch.is_autocast_enabled(device_type):
         words.append(f"under autocast to {torch.get_autocast_dtype(device_type)}")
     return "calls it " + ", ".join(words)

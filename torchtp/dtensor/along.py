@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_of, dim_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, swapped
 from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
@@ -106,7 +106,7 @@ def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not taken(tensor) or dims is None:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
-    dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    dims = {dim_of(dim, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)}
     turn = Turn(mesh, placements, tensor.shape, dims)
     if not turn.possible:
         return unruled(op, args, kwargs)
@@ -137,7 +137,7 @@ def _computed(op: Op, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[s
 @spatial_rule("glu_backward")
 def along_whole_dim_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in op._schema.arguments]
-    tensor, dim = args[1], args[names.index("dim")] % args[1].dim()
+    tensor, dim = args[1], dim_of(args[names.index("dim")], args[1].dim())
     if not taken(tensor):
         return unruled(op, args, kwargs)
     _, mesh, placements = summed(tensor)
@@ -177,7 +177,7 @@ def max_unpool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is picked or put along one dim, where the others agree."""
     values = bound(op, args, kwargs)
-    tensor, dim, index = values[0], values[1] % max(1, values[0].dim()), values[2]
+    tensor, dim, index = values[0], dim_of(values[1], values[0].dim()), values[2]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t)), None)
     if lead is None:

@@ -145,6 +145,14 @@ def interval(mesh: DeviceMesh, placements: Placements, dim: int, extent: int) ->
     return begin, end
 
 
+def dim_of(dim: int, num_dims: int) -> int:
+    """A dim counted from the front, of a tensor of `num_dims`. IndexError on all ranks alike where there is none."""
+    most = max(1, num_dims)  # a scalar takes 0 and -1
+    if not -most <= dim < most:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but got {dim})")
+    return dim % most
+
+
 def cut_locally(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
     """This rank's part of a tensor that every rank holds; no communication. Partial: the whole on rank 0 of the axis."""
     axes = axes_of(mesh)

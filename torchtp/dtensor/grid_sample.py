@@ -53,6 +53,11 @@ def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements]
     lead = input if is_spatial(input) else grid
     if not is_spatial(lead) or input.dtype != grid.dtype:
         return None
+    if grid.dim() != input.dim() or grid.size(-1) != input.dim() - 2 or grid.size(0) != input.size(0):
+        raise RuntimeError(
+            f"grid_sample: a grid of shape {tuple(grid.shape)} does not fit an input of shape {tuple(input.shape)}: it has "
+            "the input's batch, and for each place a number for each dim behind the channels"
+        )
     along = range(2, input.dim())
     as_input, as_grid = (0, None, *along), (0, *along, None)  # the input's dim for each of theirs
     of_lead = as_input if lead is input else as_grid

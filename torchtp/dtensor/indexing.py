@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, partial_over_shards, remember_picked_from, sums_done
+from torchtp.dtensor.cut import Placements, dim_of, partial_over_shards, remember_picked_from, sums_done
 from torchtp.dtensor.fallback import is_short_list, unruled
 from torchtp.dtensor.moving import all_reduced, recut_tensor
 from torchtp.dtensor.nesting import takes_nested
@@ -26,7 +26,7 @@ def _points(op: Op, tensor: Any, indices: Any) -> Points | None:
     """Where lists, or a mask, point into a cut tensor."""
     if not taken(tensor) or not any(index is not None for index in indices):
         return None
-    lists = lists_of(op, indices, tensor.dim())
+    lists = lists_of(op, indices, tensor.shape)
     if lists is None:
         return None
     spec = spec_of(tensor)
@@ -147,7 +147,7 @@ def _along(dim: int, numbers: Any) -> list[Any]:
 @takes_nested
 def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers = bound(op, args, kwargs)
-    result = _picked(op, tensor, _along(dim % max(1, tensor.dim()), numbers))
+    result = _picked(op, tensor, _along(dim_of(dim, tensor.dim()), numbers))
     return unruled(op, args, kwargs) if result is None else result
 
 
@@ -156,7 +156,7 @@ def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers, source, alpha = bound(op, args, kwargs)
     in_place = op._schema.name.endswith("_")
-    dim %= max(1, tensor.dim())
+    dim = dim_of(dim, tensor.dim())
     fits = source.dim() == tensor.dim() and source.shape == resized(tensor.shape, dim, numbers.numel())
     added = source if alpha == 1 else source * alpha
     result = _put(op, tensor, _along(dim, numbers), added, True, in_place) if fits else None

@@ -30,10 +30,26 @@ def _whole_dims(input: Any, weight: Any, normalized_shape: list[int]) -> bool:
     return all(not plain_shard(p) or p.dim < first for p in input.placements)
 
 
+def _check(input: torch.Tensor, normalized_shape: list[int], *parameters: torch.Tensor | None) -> None:
+    shape = torch.Size(normalized_shape)
+    if not shape or input.shape[-len(shape) :] != shape:
+        raise RuntimeError(
+            f"layer_norm: normalized_shape={list(shape)} asks for an input of shape [*, {str(list(shape))[1:]}, but it is "
+            f"{list(input.shape)}"
+        )
+    for parameter in parameters:
+        if parameter is not None and parameter.shape != shape:
+            raise RuntimeError(
+                f"layer_norm: weight and bias are of shape {list(shape)}, that of the normed dims, but one is "
+                f"{list(parameter.shape)}"
+            )
+
+
 @spatial_rule("native_layer_norm")
 @takes_nested
 def layer_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, normalized_shape, weight, bias, eps = bound(op, args, kwargs)
+    _check(input, normalized_shape, weight, bias)
     if _cut_dims(input, normalized_shape):
         return _Norm(op, input, normalized_shape).forward(weight, bias, eps)
     if not _whole_dims(input, weight, normalized_shape):

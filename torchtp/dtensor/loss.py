@@ -112,6 +112,20 @@ def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Te
     return redistributed(local_of(tensor), spec_of(tensor), placements)
 
 
+@composite_rule("one_hot")
+def one_hot(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """PyTorch does not look at the classes of a subclass of Tensor, and gives zeros for those that there are not."""
+    classes, num_classes = bound(op, args, kwargs)
+    if is_spatial(classes) and classes.device.type == "cpu" and classes.numel():
+        least, largest = (int(extreme.item()) for extreme in torch.aminmax(classes))
+        if least < 0 or 0 < num_classes <= largest:
+            raise RuntimeError(
+                f"one_hot: classes are counted from 0 and smaller than num_classes ({num_classes}), but there are {least} "
+                f"to {largest}"
+            )
+    return taken_apart(op, args, kwargs)
+
+
 @composite_rule("nll_loss_nd")
 @takes_nested
 def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -148,27 +162,44 @@ def nll_loss_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     logits, target, weight, reduction, ignore_index = bound(op, args, kwargs)
     if not _taken(logits, target) or logits.dim() < 2:
         return unruled(op, args, kwargs)
+    expected = torch.Size([logits.size(0), *logits.shape[2:]])
+    if target.shape != expected:
+        raise RuntimeError(
+            f"nll_loss: logits of shape {tuple(logits.shape)} ask for a target of shape {tuple(expected)}, but it is "
+            f"{tuple(target.shape)}"
+        )
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
+    axes = [axis for axis, p in enumerate(placements) if plain_shard(p)]
     weight = _whole(weight)
     whole = (Replicate(),) * mesh.ndim
+    on_cpu = local.device.type == "cpu"
+    error: IndexError | None = None
+    output = total = local.new_zeros(())
+    try:
+        if reduction == _NONE or local.numel():
+            output, total = op(local, local_target, weight, reduction and _SUM, ignore_index)
+    except IndexError as raised:  # by this rank alone, it may be: the others wait for it
+        error = raised
+    numbers = [
+        *(() if reduction == _NONE else (output, total)),
+        *([torch.tensor(float(error is not None))] if on_cpu else ()),
+    ]
+    if on_cpu:
+        numbers = [number.double() for number in numbers]
+    sums = all_reduced(torch.stack(numbers), mesh, axes) if numbers else total.new_empty(0)
+    if on_cpu and sums[-1]:
+        raise IndexError(
+            f"nll_loss: a target is out of bounds: {logits.size(1)} classes are counted from 0, and ignore_index is "
+            f"{ignore_index}"
+        ) from error
     if reduction == _NONE:
-        output, total = op(local, local_target, weight, reduction, ignore_index)
         for_target = _for_target(placements)
         return wrap(output, mesh, for_target, torch.Size([logits.size(0), *logits.shape[2:]])), wrap(
             total, mesh, whole, total.shape
         )
-    if local.numel():
-        output, total = op(local, local_target, weight, _SUM, ignore_index)
-    else:
-        output, total = local.new_zeros(()), local.new_zeros(())
-    both = (
-        torch.stack([output.double(), total.double()]) if local.device.type == "cpu" else torch.stack([output, total])
-    )
-    both = all_reduced(both, mesh, [axis for axis, p in enumerate(placements) if plain_shard(p)])
-    output, total = both[0].to(local.dtype), both[1].to(local.dtype)
-    if reduction == _MEAN:
-        output = (both[0] / both[1]).to(local.dtype)
+    output = (sums[0] / sums[1] if reduction == _MEAN else sums[0]).to(local.dtype)
+    total = sums[1].to(local.dtype)
     return wrap(output, mesh, whole, output.shape), wrap(total, mesh, whole, total.shape)
 
 

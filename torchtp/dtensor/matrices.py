@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import full_of, sums_done
+from torchtp.dtensor.cut import dim_of, full_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of, recut_tensor
 from torchtp.dtensor.registry import bound, spatial_rule, words
@@ -100,7 +100,7 @@ def diagonal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, offset, *dims = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
-    dims = [dim % tensor.dim() for dim in dims]
+    dims = [dim_of(dim, tensor.dim()) for dim in dims]
     if any(axis_cutting(tensor.placements, dim) is not None for dim in dims):
         return unruled(op, args, kwargs)
     part = op(local_of(tensor), offset, *dims)

@@ -21,8 +21,11 @@ from torchtp.dtensor.upstream import DeviceMesh, Op, Replicate, Shard, plain_sha
 Lists = list[torch.Tensor | None]  # one for each dim of a tensor
 
 
-def lists_of(op: Op, indices: Sequence[torch.Tensor | None], num_dims: int) -> Lists | None:
-    """The numbers that pick, whole on every rank; of a mask those of its points. None of what is no such index."""
+def lists_of(op: Op, indices: Sequence[torch.Tensor | None], shape: torch.Size) -> Lists | None:
+    """The numbers that pick out of a tensor of that shape, whole on every rank; of a mask those of its points.
+
+    None of what is no such index. IndexError for a mask of other extents.
+    """
     lists: Lists = []
     for index in indices:
         if index is None:
@@ -30,12 +33,17 @@ def lists_of(op: Op, indices: Sequence[torch.Tensor | None], num_dims: int) -> L
             continue
         if index.dtype not in (torch.int64, torch.int32, torch.bool, torch.uint8) or index.dim() == 0:
             return None
+        mask = index.dtype in (torch.bool, torch.uint8)
+        if mask and index.shape != shape[len(lists) : len(lists) + index.dim()]:
+            raise IndexError(
+                f"The shape of the mask {list(index.shape)} does not match the shape of the indexed tensor {list(shape)} "
+                f"from dimension {len(lists)} on"
+            )
         if is_spatial(index):
             notice.gathering(op, index.shape, index.dtype)
         whole = full_of(index)
-        mask = whole.dtype in (torch.bool, torch.uint8)
         lists += whole.nonzero(as_tuple=True) if mask else [whole.to(torch.int64)]
-    return lists + [None] * (num_dims - len(lists)) if len(lists) <= num_dims else None
+    return lists + [None] * (len(shape) - len(lists)) if len(lists) <= len(shape) else None
 
 
 @dataclass(frozen=True)

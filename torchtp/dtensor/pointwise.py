@@ -116,6 +116,11 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not axes_of(spec.mesh).spatial:
         return passthrough(op, args, kwargs)
     mesh, placements = spec.mesh, spec.placements
+    shape = broadcast_shapes(*(arg.shape for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)))
+    if shape != target.shape:
+        raise RuntimeError(
+            f"{op}: output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
+        )
     op(
         *(aligned(op, arg, target.shape, mesh, placements) for arg in args),
         **{k: aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, full_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_of, dim_of, full_of, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
@@ -38,7 +38,7 @@ class Reduced:
         num_dims = tensor.dim()
         if dims is None or dims == []:
             dims = range(num_dims)
-        self.dims = sorted({dim % num_dims for dim in ([dims] if isinstance(dims, int) else dims)})
+        self.dims = sorted({dim_of(dim, num_dims) for dim in ([dims] if isinstance(dims, int) else dims)})
         elsewhere = _cut_elsewhere(tensor, self.dims)
         self.mesh, self.cut = tensor.device_mesh, elsewhere or sums_done(spec_of(tensor).placements)
         self.local = recut(local_of(tensor), spec_of(tensor), self.cut)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_cutting, interval, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, interval, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import gathers, mirrored, only_row, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -100,7 +100,13 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return unruled(op, args, kwargs)
         lead = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
     mesh = lead.device_mesh
-    dim %= lead.dim()
+    dim = dim_of(dim, lead.dim())
+    for number, tensor in enumerate(tensors):
+        if tensor.dim() != lead.dim() or resized(tensor.shape, dim, lead.size(dim)) != lead.shape:
+            raise RuntimeError(
+                f"torch.cat: sizes of tensors must match except in dimension {dim}, but tensor {number} in the list has "
+                f"shape {tuple(tensor.shape)} beside {tuple(lead.shape)}"
+            )
     extent = sum(tensor.size(dim) for tensor in tensors)
     shape = resized(lead.shape, dim, extent)
     placements = sums_done(spec_of(lead).placements)
@@ -133,7 +139,13 @@ def stack(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if lead is None and all(isinstance(tensor, DTensor) for tensor in tensors):
         return unruled(op, args, kwargs)
     mesh, placements = common_placements(op, list(tensors))
-    dim %= tensors[0].dim() + 1
+    dim = dim_of(dim, tensors[0].dim() + 1)
+    for number, tensor in enumerate(tensors):
+        if tensor.shape != tensors[0].shape:
+            raise RuntimeError(
+                f"stack expects each tensor to be equal size, but got {list(tensors[0].shape)} at entry 0 and "
+                f"{list(tensor.shape)} at entry {number}"
+            )
     shape = torch.Size([*tensors[0].shape[:dim], len(tensors), *tensors[0].shape[dim:]])
     wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
     return wrap(aten.stack([local_as(t, mesh, placements) for t in tensors], dim), mesh, wider, shape)
@@ -147,7 +159,7 @@ def flip(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     for dim in dims:
-        dim %= tensor.dim()
+        dim = dim_of(dim, tensor.dim())
         axis = axis_cutting(placements, dim)
         if axis is not None:
             extent = tensor.size(dim)
@@ -178,7 +190,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fallback(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     for shift, dim in zip(shifts, dims, strict=True):
-        dim %= tensor.dim()
+        dim = dim_of(dim, tensor.dim())
         axis, extent = axis_cutting(placements, dim), tensor.size(dim)
         if axis is None or extent == 0:
             local = aten.roll(local, [shift], [dim])
@@ -242,6 +254,8 @@ def repeat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not taken(tensor):
         return unruled(op, args, kwargs)
     more = len(repeats) - tensor.dim()
+    if more < 0:
+        raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor")
     repeats = list(repeats)
     for dim in {p.dim for p in spec_of(tensor).placements if plain_shard(p) and repeats[p.dim + more] > 1}:
         tensor = cat(aten.cat.default, ([tensor] * repeats[dim + more], dim), {})

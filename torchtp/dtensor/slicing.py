@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import interval
+from torchtp.dtensor.cut import dim_of, interval
 from torchtp.dtensor.fallback import unruled, view_links
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -91,7 +91,7 @@ def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, start, end, step = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     extent = tensor.size(dim)
     return slice_rows(tensor, dim, _clamped(start, extent, 0), _clamped(end, extent, extent), step)
 
@@ -103,7 +103,7 @@ def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not taken(grad):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(grad)
-    dim %= len(sizes)
+    dim = dim_of(dim, len(sizes))
     extent, out_extent = sizes[dim], grad.size(dim)
     begin = _clamped(start, extent, 0)
     axis = axis_cutting(placements, dim)
@@ -133,8 +133,13 @@ def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
-    dim %= tensor.dim()
-    index %= tensor.size(dim)
+    dim = dim_of(dim, tensor.dim())
+    extent = tensor.size(dim)
+    if not -extent <= index < extent:
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {list(tensor.shape)} at dimension {dim}"
+        )
+    index %= extent
     row, is_copy = _selected(tensor, dim, index)
     if not is_copy:
         return row
@@ -178,7 +183,7 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not isinstance(grad, DTensor):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(grad)
-    dim %= len(sizes)
+    dim = dim_of(dim, len(sizes))
     wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
     local_sizes = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
     return wrap(op(local, local_sizes, dim, index % sizes[dim]), mesh, wider, torch.Size(sizes))
@@ -192,7 +197,7 @@ def windows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not taken(tensor) or tensor.dim() == 0:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     extent = tensor.size(dim)
     count = (extent - size) // step + 1
     shape = torch.Size([*resized(tensor.shape, dim, count), size])
@@ -237,10 +242,12 @@ def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, dim = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
-    dim %= tensor.dim()
+    dim = dim_of(dim, tensor.dim())
     extent = tensor.size(dim)
     if isinstance(sizes, int):
         sizes = [min(sizes, extent - begin) for begin in range(0, extent, sizes)] if extent else [0]
+    elif sum(sizes) != extent or min(sizes, default=0) < 0:
+        raise RuntimeError(f"split_with_sizes: {list(sizes)} do not sum to {extent}, the size of dimension {dim}")
     pieces, begin = [], 0
     for size in sizes:
         pieces.append(slice_rows(tensor, dim, begin, begin + size))

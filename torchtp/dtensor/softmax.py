@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.along import along_whole_dim, along_whole_dim_backward
+from torchtp.dtensor.cut import dim_of
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.reduction import Reduced, wide
 from torchtp.dtensor.registry import bound, spatial_rule
@@ -21,7 +22,7 @@ from torchtp.dtensor.wrapping import wrap
 def _is_cut_along(tensor: Any, dims: Any) -> bool:
     if not taken(tensor):
         return False
-    of = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    of = {dim_of(dim, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)}
     return any(plain_shard(placement) and placement.dim in of for placement in spec_of(tensor).placements)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_cutting, axes_of, sums_done
+from torchtp.dtensor.cut import axes_cutting, axes_of, dim_of, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import only_row, pulled, pushed, put_into, recut, same_chunks, scaled
 from torchtp.dtensor.nesting import flat, may_nest, takes_nested
@@ -92,6 +92,8 @@ def view(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         same = sizes.itemsize == tensor.dtype.itemsize
         return wrap(local.view(sizes), mesh, placements, tensor.shape) if same else fallback(op, args, kwargs)
     shape = torch.Size(_inferred(list(sizes), tensor.numel()))
+    if shape.numel() != tensor.numel():
+        raise RuntimeError(f"shape '{list(sizes)}' is invalid for input of size {tensor.numel()}")
     part, is_copy = _reshaped(tensor, shape)
     if not is_copy or op is aten._unsafe_view.default:
         return part
@@ -261,7 +263,7 @@ def squeeze(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_spatial(tensor) or has_strided_shard(tensor):
         return unruled(op, args, kwargs)
     dims = args[1] if len(args) > 1 else list(range(tensor.dim()))
-    dims = {dim % tensor.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    dims = {dim_of(dim, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)}
     dims = sorted(dim for dim in dims if tensor.size(dim) == 1)
     local, mesh, placements = summed(tensor)
     if any(plain_shard(p) and p.dim in dims for p in placements):

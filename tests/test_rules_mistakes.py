@@ -1,0 +1,151 @@
+"""What PyTorch refuses of a whole tensor is refused of a cut one, on all ranks alike; nothing hangs, nothing is guessed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rules import device_mesh_of
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchtp
+from torchtp.testing import run_ranks
+
+SHAPE = (2, 3, 8, 10)
+# Of an image of that shape.
+MISTAKES = [
+    lambda x: x.sum(7),
+    lambda x: x.mean((-9, 2)),
+    lambda x: x.softmax(5),
+    lambda x: torch.cat([x, x[..., :9]], 1),
+    lambda x: torch.cat([x, x], 9),
+    lambda x: torch.stack([x, x[..., :9]]),
+    lambda x: torch.stack([x, x], 7),
+    lambda x: x.copy_(torch.ones(2, 3, 8, 9)),
+    lambda x: x.copy_(torch.ones(1, 2, 3, 8, 10)),
+    lambda x: x.add_(torch.ones(5, 2, 3, 8, 10)),
+    lambda x: x.select(3, 99),
+    lambda x: x.select(7, 0),
+    lambda x: torch.ops.aten.slice(x, 7, 0, 3),
+    lambda x: x.unfold(7, 2, 1),
+    lambda x: x.unfold(3, 20, 1),
+    lambda x: x.split(3, 9),
+    lambda x: x.split([3, 3], 3),
+    lambda x: x.chunk(2, 9),
+    lambda x: x.narrow(3, 8, 5),
+    lambda x: x.flip(9),
+    lambda x: x.roll(1, 9),
+    lambda x: x.unsqueeze(9),
+    lambda x: x.squeeze(9),
+    lambda x: x.permute(0, 1, 2),
+    lambda x: x.transpose(1, 9),
+    lambda x: x.cumsum(9),
+    lambda x: x.gather(9, torch.zeros(2, 3, 8, 10, dtype=torch.long)),
+    lambda x: x.index_select(9, torch.tensor([0])),
+    lambda x: x.index_select(3, torch.tensor([99])),
+    lambda x: x.view(7, 7),
+    lambda x: x.reshape(-1, 7),
+    lambda x: x.expand(5, 3, 8, 10),
+    lambda x: x.max(9),
+    lambda x: x.argmax(9),
+    lambda x: x.topk(3, 9),
+    lambda x: x.topk(30, 3),
+    lambda x: x.var(9),
+    lambda x: x.norm(dim=9),
+    lambda x: x.sort(9),
+    lambda x: x + torch.ones(9),
+    lambda x: x * x[..., :3],
+    lambda x: F.conv2d(x, torch.rand(4, 2, 3, 3)),
+    lambda x: F.conv2d(x, torch.rand(4, 3, 30, 30)),
+    lambda x: F.conv2d(x, torch.rand(4, 3, 3, 3), torch.rand(5)),
+    lambda x: F.conv2d(x, torch.rand(4, 3, 3, 3), dilation=0),
+    lambda x: F.conv2d(x, torch.rand(4, 3, 3, 3), groups=2),
+    lambda x: F.max_pool2d(x, 3, padding=2),
+    lambda x: F.max_pool2d(x, 30),
+    lambda x: F.avg_pool2d(x, 30),
+    lambda x: F.adaptive_avg_pool2d(x, (0, -1)),
+    lambda x: F.pad(x, (20, 20), mode="reflect"),
+    lambda x: F.pad(x, (-6, -6)),
+    lambda x: F.pad(x, (11, 0), mode="circular"),
+    lambda x: F.interpolate(x, size=(0, 0)),
+    lambda x: F.interpolate(x, scale_factor=-1.0),
+    lambda x: F.batch_norm(x, torch.zeros(2), torch.ones(2)),
+    lambda x: F.batch_norm(x, None, None, torch.ones(2), None, True),
+    lambda x: F.layer_norm(x, (11,)),
+    lambda x: F.layer_norm(x, (10,), torch.ones(3)),
+    lambda x: F.group_norm(x, 2),
+    lambda x: F.group_norm(x, 3, torch.ones(2)),
+    lambda x: F.linear(x, torch.rand(3, 11)),
+    lambda x: x @ torch.rand(11, 3),
+    lambda x: torch.bmm(x.flatten(0, 1), torch.rand(5, 10, 2)),
+    lambda x: F.embedding(x.long() + 9, torch.rand(3, 2)),
+    lambda x: F.one_hot(x.long() + 7, 4),
+    lambda x: F.one_hot(x.long() - 1),
+    lambda x: F.cross_entropy(x, torch.zeros(2, 8, 9).long()),
+    lambda x: F.cross_entropy(x, torch.zeros(3, 8, 10).long()),
+    lambda x: F.cross_entropy(x, torch.tensor([7] + [0] * 9).expand(2, 8, 10)),
+    lambda x: F.cross_entropy(x, torch.tensor([7] + [0] * 9).expand(2, 8, 10), reduction="none"),
+    lambda x: F.cross_entropy(x, torch.zeros(2, 8, 10).long(), weight=torch.ones(2)),
+    lambda x: F.cross_entropy(x, torch.zeros(2, 8, 10)),
+    lambda x: F.cross_entropy(x, torch.rand(2, 2, 8, 10)),
+    lambda x: F.mse_loss(x, torch.rand(2, 3, 8, 9)),
+    lambda x: F.binary_cross_entropy(x + 1, x),
+    lambda x: F.binary_cross_entropy_with_logits(x, torch.rand(2, 3, 8, 9)),
+    lambda x: F.grid_sample(x, torch.rand(2, 4, 4, 10)),
+    lambda x: F.grid_sample(x, torch.rand(3, 4, 4, 2)),
+    lambda x: F.pixel_shuffle(x, 2),
+    lambda x: F.pixel_unshuffle(x, 3),
+    lambda x: F.unfold(x, 30),
+    lambda x: F.fold(x.flatten(2), (4, 4), 2),
+    lambda x: F.scaled_dot_product_attention(x, x[..., :5], x),
+    lambda x: x[:, :, :, 99],
+    lambda x: x[..., torch.tensor([99])],
+    lambda x: x[:, torch.tensor([7])],
+    lambda x: x[torch.ones(2, 3, 8, 9).bool()],
+    lambda x: x.masked_fill(torch.ones(9).bool(), 0),
+    lambda x: torch.where(torch.ones(9).bool(), x, x),
+    lambda x: x.long() // 0,
+    lambda x: x.item(),
+    lambda x: x.unflatten(3, (3, 3)),
+    lambda x: x.repeat(2, 2),
+    lambda x: x.repeat_interleave(2, 9),
+    lambda x: torch.cdist(x, torch.rand(2, 3, 8, 9)),
+    lambda x: torch.einsum("nchw,ncwx->nchx", x, torch.rand(2, 3, 9, 2)),
+    lambda x: x.scatter(3, torch.full((2, 3, 8, 10), 99), 1.0),
+    lambda x: x.index_put((torch.tensor([9]),), torch.tensor(1.0)),
+    lambda x: x.index_add(3, torch.tensor([99]), torch.ones(2, 3, 8, 1)),
+    lambda x: x.flatten().tril(),
+    lambda x: torch.linalg.inv(x),
+    lambda x: torch.linalg.cholesky(x[..., :8] - 5),
+]
+
+
+def refused(mesh, dims, numbers):
+    """Where a mistake went through, or what another rank would not have said."""
+    torchtp.dtensor.mark(device_mesh_of(mesh), range(len(mesh)))
+    whole = torch.rand(SHAPE)
+    told = []
+    for number in numbers:
+        kinds = []
+        for x in (whole.clone(), distribute_tensor(whole, device_mesh_of(mesh), [Shard(dim) for dim in dims])):
+            try:
+                MISTAKES[number](x)
+                kinds.append(None)
+            except (RuntimeError, ValueError, IndexError) as error:
+                kinds.append(type(error))
+        told.append([kind is not None for kind in kinds])
+    return told
+
+
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(("mesh", "dims"), [((2,), [3]), ((2, 2), [2, 3])], ids=["w2", "h2_w2"])
+def test_mistakes_are_refused_by_all_ranks(mesh, dims, part):
+    numbers = list(range(part, len(MISTAKES), PARTS))
+    for told in run_ranks(refused, math.prod(mesh), mesh, dims, numbers):
+        for number, (whole, cut) in zip(numbers, told, strict=True):
+            assert whole and cut, (number, whole, cut)
