@@ -122,3 +122,42 @@ def opchecks():
 
 def test_batch_norm_passes_opcheck():
     run_ranks(opchecks, 2)
+
+
+X, ROW = torch.randn(2, 8, 4, 4), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight", ROW[:2]), ("bias", ROW[:2]), ("running_mean", ROW[:2]), ("running_var", ROW[:1])]
+)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_of_other_sizes_are_refused(name, value, training, device):
+    import torchtp  # noqa: F401
+
+    rows = {"weight": ROW, "bias": ROW, "running_mean": ROW, "running_var": ROW, name: value}
+    args = [X.to(device), *(row.to(device, copy=True) for row in rows.values()), training, 0.1, 1e-5, []]
+    with pytest.raises(ValueError, match=f"batch_norm: {name} has one number for each of 8 channels, got"):
+        torch.ops.torchtp.batch_norm(*args)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: X[:, :, :2]}, "sizes of grad_output are"),
+        ({2: ROW[:2]}, "weight has one number"),
+        ({5: ROW[:2]}, "save_mean has one number for each of 8"),
+        ({6: torch.ones(0)}, "save_invstd has one number for each of 8"),
+        ({6: torch.ones(8, device="meta")}, "device of save_invstd is meta"),
+        ({7: False}, "without training it needs running_mean"),
+        ({3: ROW[:2], 4: ROW, 7: False}, "running_mean has one number for each of 8"),
+    ],
+)
+def test_what_does_not_fit_in_backward_is_refused(change, message):
+    import torchtp  # noqa: F401
+
+    args = [X, X, None, None, None, ROW, ROW, True, 1e-5, [True] * 3, []]
+    for place, value in change.items():
+        args[place] = value
+    with pytest.raises(ValueError, match=f"batch_norm_backward: .*{message}"):
+        torch.ops.torchtp.batch_norm_backward(*args)

@@ -152,3 +152,46 @@ def opchecks():
 
 def test_norms_pass_opcheck():
     run_ranks(opchecks, 2)
+
+
+X, ROW = torch.randn(2, 8, 4, 4), torch.ones(8)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rows_of_other_sizes_are_refused(layout, device):
+    import torchtp
+
+    x, row = X.to(device).contiguous(memory_format=layout), ROW.to(device)
+    for place, name in enumerate(("weight", "bias")):
+        for short in (row[:3], row.view(1, 8), torch.ones(16, device=device)):
+            rows = [short if i == place else row for i in range(2)]
+            with pytest.raises(ValueError, match=f"group_norm: {name} has one number for each of 8 channels"):
+                torch.ops.torchtp.group_norm(x, *rows, 2, 1e-5, [])
+            with pytest.raises(ValueError, match=f"layer_norm_channels_first: {name} has one number for each of 8"):
+                torch.ops.torchtp.layer_norm_channels_first(x, *rows, 1e-5)
+    with pytest.raises(ValueError, match=r"weight has one number for each of 8 channels, got \[3\]"):
+        torchtp.nn.LayerNorm2d(3).to(device)(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: X[:, :, :2]}, "sizes of grad_output are"),
+        ({2: ROW[:2]}, "weight has one number for each of 8"),
+        ({3: torch.ones(2)}, "sizes of mean are"),
+        ({4: torch.ones(1)}, "sizes of rstd are"),
+    ],
+)
+def test_what_does_not_fit_in_backward_is_refused(change, message):
+    import torchtp  # noqa: F401
+
+    ops, groups, rows = torch.ops.torchtp, torch.ones(2, 2), torch.ones(2, 4, 4)
+    for op, args in (
+        (ops.group_norm_backward, [X, X, None, groups, groups, 2, [True] * 3, []]),
+        (ops.layer_norm_channels_first_backward, [X, X, None, rows, rows, [True] * 3]),
+    ):
+        for place, value in change.items():
+            args[place] = value
+        with pytest.raises(ValueError, match=f"{op.__name__}: .*{message}"):
+            op(*args)

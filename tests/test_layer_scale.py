@@ -88,7 +88,9 @@ def test_schema_fake_and_autograd():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({0: torch.randn(2, 4, 5, 5)}, "residual and branch are alike"),
+        ({0: torch.randn(2, 4, 5, 5)}, r"sizes of residual are \[2, 4, 5, 6\] here, got \[2, 4, 5, 5\]"),
+        ({0: torch.randn(2, 4, 5, 6).double()}, "residual and branch are alike in dtype"),
+        ({0: torch.randn(2, 4, 5, 6, device="meta")}, "device of residual is meta, that of the input cpu"),
         ({2: torch.randn(3)}, "each of 4 channels"),
         ({3: torch.randn(4)}, "each of 2 samples"),
         ({3: torch.ones(2, requires_grad=True)}, "keep is a mask"),
@@ -100,3 +102,12 @@ def test_refusals(change, message):
         args[place] = value
     with pytest.raises(ValueError, match=message):
         torch.ops.torchtp.layer_scale(*args)
+
+
+@pytest.mark.parametrize("wants_graph", [False, True])
+def test_a_gradient_of_other_sizes_is_refused(wants_graph):
+    branch, gamma = torch.randn(2, 4, 5, 6), torch.randn(4)
+    for device in ("cpu", "meta"):
+        grad = torch.randn(2, 4, 5, 1, device=device, requires_grad=wants_graph)
+        with pytest.raises(ValueError, match="sizes of grad_output are"):
+            torch.ops.torchtp.layer_scale_backward(grad, branch.to(device), gamma.to(device), None, [True, True])

@@ -219,8 +219,7 @@ def _statistics_bytes(op: Op, args: tuple[Any, ...]) -> list[int]:
     if not named.get("training", True) or not named.get("output_mask", [True])[0]:
         return []
     numbers = named["input"].size(1) if "batch" in name else named["input"].size(0) * named["num_groups"]
-    groups = named["groups" if "batch" in name else "ranks"]
-    return [8 * (2 * numbers + 1) for group in groups if _resolve_process_group(group).size() > 1]
+    return [8 * (2 * numbers + 1) for group in named["cut_groups"] if _resolve_process_group(group).size() > 1]
 
 
 def without_data(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:

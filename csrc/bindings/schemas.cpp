@@ -17,7 +17,7 @@
 #define INTERPOLATE "str mode, int[] output_size, float[] scales, bool align_corners"
 
 TORCH_LIBRARY(torchtp, m) {
-  // begins[r], ends[r]: the rows rank r wants; beyond [0, extent) they are `fill`.
+  // begins[r] <= ends[r]: the rows rank r wants; beyond [0, extent) they are `fill`.
   m.def("pull(Tensor input, int dim, int extent, int[] begins, int[] ends, str group, float fill=0) -> Tensor");
   m.def("push_add(Tensor grad, int dim, int extent, int[] begins, int[] ends, str group) -> Tensor");
   // The halves of pull: the first result is complete after pull_finish. Not differentiable.
@@ -44,19 +44,19 @@ TORCH_LIBRARY(torchtp, m) {
   // Statistics over all ranks of the groups; what is saved is (mean, 1 / standard deviation).
   m.def(
       "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "bool training, float momentum, float eps, str[] groups) -> (Tensor, Tensor, Tensor)");
+      "bool training, float momentum, float eps, str[] cut_groups) -> (Tensor, Tensor, Tensor)");
   m.def(
       "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? running_mean, "
       "Tensor? running_var, Tensor save_mean, Tensor save_invstd, bool training, float eps, bool[3] output_mask, "
-      "str[] groups) -> (Tensor, Tensor, Tensor)");
+      "str[] cut_groups) -> (Tensor, Tensor, Tensor)");
 
-  // Saved: (mean, rstd). group_norm: over all `ranks`; layer_norm_channels_first: over dim 1, local.
+  // Saved: (mean, rstd). group_norm: over all ranks of the groups; layer_norm_channels_first: over dim 1, local.
   m.def(
-      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, str[] ranks)"
+      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, str[] cut_groups)"
       " -> (Tensor, Tensor, Tensor)");
   m.def(
       "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, Tensor rstd, "
-      "int num_groups, bool[3] output_mask, str[] ranks) -> (Tensor, Tensor, Tensor)");
+      "int num_groups, bool[3] output_mask, str[] cut_groups) -> (Tensor, Tensor, Tensor)");
   m.def(
       "layer_norm_channels_first(Tensor input, Tensor? weight, Tensor? bias, float eps)"
       " -> (Tensor, Tensor, Tensor)");

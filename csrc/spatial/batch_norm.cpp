@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "backend/reduce.h"
+#include "spatial/checks.h"
 #include "spatial/norm.h"
 #include "spatial/norm_cuda.h"
 #include "spatial/slab.h"
@@ -17,10 +18,14 @@ int64_t elements_per_channel(const at::Tensor& x) {
   return count;
 }
 
-void check(const at::Tensor& input, const BatchNormParams& params) {
-  TORCH_CHECK_VALUE(input.dim() >= 2, "batch_norm: input needs dims [N, C, ...], got ", input.dim());
-  TORCH_CHECK_VALUE(params.training || (params.running_mean && params.running_var),
-                    "batch_norm: without training it needs running_mean and running_var");
+void check(const char* op, const at::Tensor& input, const std::optional<at::Tensor>& weight,
+           const BatchNormParams& params) {
+  TORCH_CHECK_VALUE(input.dim() >= 2, op, ": input needs dims [N, C, ...], got ", input.dim());
+  TORCH_CHECK_VALUE(params.training || (params.running_mean && params.running_var), op,
+                    ": without training it needs running_mean and running_var");
+  check_row(op, "weight", weight, input);
+  check_row(op, "running_mean", params.running_mean, input);
+  check_row(op, "running_var", params.running_var, input);
 }
 
 struct Statistics {
@@ -37,15 +42,34 @@ Numbers zeros_like(const Numbers& numbers) { return Numbers::filled(1, 1, 0, num
 
 }  // namespace
 
+void check_batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, const BatchNormParams& params) {
+  check("batch_norm", input, weight, params);
+  check_row("batch_norm", "bias", bias, input);
+}
+
+void check_batch_norm_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                               const std::optional<at::Tensor>& weight, const at::Tensor& save_mean,
+                               const at::Tensor& save_invstd, const BatchNormParams& params) {
+  const char* const op = "batch_norm_backward";
+  BatchNormParams used = params;
+  if (params.training) used.running_mean = used.running_var = std::nullopt;
+  check(op, input, weight, used);
+  check_sizes(op, "grad_output", grad_output, input.sym_sizes(), input);
+  if (!params.training) return;
+  check_row(op, "save_mean", save_mean, input);
+  check_row(op, "save_invstd", save_invstd, input);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& input,
                                                           const std::optional<at::Tensor>& weight,
                                                           const std::optional<at::Tensor>& bias,
                                                           const BatchNormParams& params,
-                                                          const std::vector<std::string>& groups) {
-  check(input, params);
+                                                          const std::vector<std::string>& cut_groups) {
+  check_batch_norm(input, weight, bias, params);
   const at::Tensor x = dense(input);
 #ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return batch_norm_cuda(x, weight, bias, params, groups);
+  if (has_cuda_kernels(x)) return batch_norm_cuda(x, weight, bias, params, cut_groups);
 #endif
   const auto type = statistics_type(x.scalar_type());
   Statistics stats;
@@ -56,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& inpu
       const auto each = static_cast<double>(x.size(0) == 0 ? 0 : elements_per_channel(x) / x.size(0));
       mine = merge(Numbers::filled(x.size(0), 1, each, mine.mean), mine);
     }
-    const auto [all, count] = merge_over(mine, elements_per_channel(x), groups);
+    const auto [all, count] = merge_over(mine, elements_per_channel(x), cut_groups);
     stats = {all.mean,
              map([&](const auto& m2, const auto& n) { return inverse_root(m2 / n + params.eps); }, all.m2, count)};
     save_mean = stats.mean.to_tensor(type, {stats.mean.size()});
@@ -83,12 +107,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& inpu
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_backward(
     const at::Tensor& grad_output, const at::Tensor& input, const std::optional<at::Tensor>& weight,
     const at::Tensor& save_mean, const at::Tensor& save_invstd, const BatchNormParams& params,
-    const std::array<bool, 3>& output_mask, const std::vector<std::string>& groups) {
-  check(input, params);
+    const std::array<bool, 3>& output_mask, const std::vector<std::string>& cut_groups) {
+  check_batch_norm_backward(grad_output, input, weight, save_mean, save_invstd, params);
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
 #ifdef TORCHTP_CUDA
   if (has_cuda_kernels(x)) {
-    return batch_norm_backward_cuda(dy, x, weight, save_mean, save_invstd, params, output_mask, groups);
+    return batch_norm_backward_cuda(dy, x, weight, save_mean, save_invstd, params, output_mask, cut_groups);
   }
 #endif
   const Statistics stats = statistics(save_mean, save_invstd, params);
@@ -107,7 +131,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_backward(
   const int64_t channels = x.size(1);
   const Numbers number = Numbers::filled(1, 1, static_cast<double>(elements_per_channel(x)), sum);
   const at::Tensor message = Numbers::join({sum, dot, number}).to_tensor(at::kDouble, {2 * channels + 1});
-  backend::all_reduce(message, groups);
+  backend::all_reduce(message, cut_groups);
   const Numbers all(message), count = all.columns(2 * channels, 1);
   const Numbers mean_dy = quotient(all.columns(0, channels), count),
                 mean_dot = quotient(all.columns(channels, channels), count);
@@ -123,7 +147,7 @@ std::array<at::Tensor, 3> batch_norm_double_backward(const std::array<at::Tensor
                                                      const std::optional<at::Tensor>& weight,
                                                      const at::Tensor& save_mean, const at::Tensor& save_invstd,
                                                      const BatchNormParams& params,
-                                                     const std::vector<std::string>& groups) {
+                                                     const std::vector<std::string>& cut_groups) {
   const auto type = statistics_type(input.scalar_type());
   std::vector<int64_t> shape(input.dim(), 1), dims{0};
   shape[1] = input.size(1);
@@ -134,7 +158,7 @@ std::array<at::Tensor, 3> batch_norm_double_backward(const std::array<at::Tensor
   auto [for_dy, for_x, for_weight] =
       norm_double_backward({wide(cotangents[0]), broadcast(cotangents[1]), broadcast(cotangents[2])}, wide(grad_output),
                            wide(input), weight ? broadcast(*weight) : at::Tensor(), stats.mean.to_tensor(type, shape),
-                           stats.invstd.to_tensor(type, shape), dims, !params.training, groups);
+                           stats.invstd.to_tensor(type, shape), dims, !params.training, cut_groups);
   if (weight) for_weight = for_weight.sum(dims).to(weight->scalar_type());
   return {for_dy.to(grad_output.scalar_type()), for_x.to(input.scalar_type()), weight ? for_weight : at::Tensor()};
 }

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "backend/reduce.h"
+#include "spatial/checks.h"
 #include "spatial/norm.h"
 #include "spatial/norm_cuda.h"
 #include "spatial/slab.h"
@@ -16,29 +17,47 @@ int64_t elements_per_group(const at::Tensor& x, int64_t num_groups) {
   return count;
 }
 
-void check(const at::Tensor& input, int64_t num_groups) {
-  TORCH_CHECK_VALUE(input.dim() >= 2, "group_norm: input needs dims [N, C, ...], got ", input.dim());
-  TORCH_CHECK_VALUE(num_groups > 0 && input.size(1) % num_groups == 0, "group_norm: ", input.size(1),
+void check(const char* op, const at::Tensor& input, const std::optional<at::Tensor>& weight, int64_t num_groups) {
+  TORCH_CHECK_VALUE(input.dim() >= 2, op, ": input needs dims [N, C, ...], got ", input.dim());
+  TORCH_CHECK_VALUE(num_groups > 0 && input.sym_size(1) % num_groups == 0, op, ": ", input.sym_size(1),
                     " channels cannot be divided into ", num_groups, " groups");
+  check_row(op, "weight", weight, input);
 }
 
 }  // namespace
 
+void check_group_norm(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                      const std::optional<at::Tensor>& bias, int64_t num_groups) {
+  check("group_norm", input, weight, num_groups);
+  check_row("group_norm", "bias", bias, input);
+}
+
+void check_group_norm_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                               const std::optional<at::Tensor>& weight, const at::Tensor& mean, const at::Tensor& rstd,
+                               int64_t num_groups) {
+  const char* const op = "group_norm_backward";
+  check(op, input, weight, num_groups);
+  check_sizes(op, "grad_output", grad_output, input.sym_sizes(), input);
+  const c10::SymInt statistics[] = {input.sym_size(0), num_groups};
+  check_sizes(op, "mean", mean, statistics, input);
+  check_sizes(op, "rstd", rstd, statistics, input);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm(const at::Tensor& input,
                                                           const std::optional<at::Tensor>& weight,
                                                           const std::optional<at::Tensor>& bias, int64_t num_groups,
-                                                          double eps, const std::vector<std::string>& ranks) {
-  check(input, num_groups);
+                                                          double eps, const std::vector<std::string>& cut_groups) {
+  check_group_norm(input, weight, bias, num_groups);
   const at::Tensor x = dense(input);
 #ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return group_norm_cuda(x, weight, bias, num_groups, eps, ranks);
+  if (has_cuda_kernels(x)) return group_norm_cuda(x, weight, bias, num_groups, eps, cut_groups);
 #endif
   const int64_t batches = x.size(0), members = x.size(1) / num_groups, count = elements_per_group(x, num_groups);
   const Moments each = moments(x);
   const double inner = static_cast<double>(count) / static_cast<double>(members);
   const Moments mine = merge(Numbers::filled(members, 1, inner, each.mean),
                              {each.mean.by_member(num_groups), each.m2.by_member(num_groups)});
-  const auto [all, total] = merge_over(mine, count, ranks);
+  const auto [all, total] = merge_over(mine, count, cut_groups);
   const Numbers mean = all.mean.view(batches, num_groups);
   const Numbers rstd = map([&](const auto& m2, const auto& n) { return inverse_root(m2 / n + eps); }, all.m2, total)
                            .view(batches, num_groups);
@@ -54,11 +73,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm(const at::Tensor& inpu
 std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_backward(
     const at::Tensor& grad_output, const at::Tensor& input, const std::optional<at::Tensor>& weight,
     const at::Tensor& mean, const at::Tensor& rstd, int64_t num_groups, const std::array<bool, 3>& output_mask,
-    const std::vector<std::string>& ranks) {
-  check(input, num_groups);
+    const std::vector<std::string>& cut_groups) {
+  check_group_norm_backward(grad_output, input, weight, mean, rstd, num_groups);
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
 #ifdef TORCHTP_CUDA
-  if (has_cuda_kernels(x)) return group_norm_backward_cuda(dy, x, weight, mean, rstd, num_groups, output_mask, ranks);
+  if (has_cuda_kernels(x))
+    return group_norm_backward_cuda(dy, x, weight, mean, rstd, num_groups, output_mask, cut_groups);
 #endif
   const int64_t batches = x.size(0), channels = x.size(1), members = channels / num_groups;
   const Numbers center = Numbers(mean).repeat_for_members(members), invstd = Numbers(rstd).repeat_for_members(members);
@@ -75,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_backward(
     const Numbers number = Numbers::filled(1, 1, static_cast<double>(elements_per_group(x, num_groups)), sum);
     const at::Tensor message =
         Numbers::join({weighed(sum), weighed(dot), number}).to_tensor(at::kDouble, {2 * numbers + 1});
-    backend::all_reduce(message, ranks);
+    backend::all_reduce(message, cut_groups);
     const Numbers all(message), count = all.columns(2 * numbers, 1);
     const auto mean_of = [&](int64_t first) {
       return quotient(all.columns(first, numbers), count).view(batches, num_groups).repeat_for_members(members);
@@ -93,7 +113,7 @@ std::array<at::Tensor, 3> group_norm_double_backward(const std::array<at::Tensor
                                                      const at::Tensor& grad_output, const at::Tensor& input,
                                                      const std::optional<at::Tensor>& weight, const at::Tensor& mean,
                                                      const at::Tensor& rstd, int64_t num_groups,
-                                                     const std::vector<std::string>& ranks) {
+                                                     const std::vector<std::string>& cut_groups) {
   const auto type = statistics_type(input.scalar_type());
   const int64_t batches = input.size(0), each = input.size(1) / num_groups;
   int64_t inner = 1;
@@ -108,7 +128,7 @@ std::array<at::Tensor, 3> group_norm_double_backward(const std::array<at::Tensor
   auto [for_dy, for_x, for_weight] =
       norm_double_backward({elements(cotangents[0]), by_channel(cotangents[1]), by_channel(cotangents[2])},
                            elements(grad_output), elements(input), weight ? by_channel(*weight) : at::Tensor(),
-                           by_group(mean), by_group(rstd), {2, 3}, false, ranks);
+                           by_group(mean), by_group(rstd), {2, 3}, false, cut_groups);
   if (weight) for_weight = for_weight.sum(at::IntArrayRef{0, 3}).view({-1}).to(weight->scalar_type());
   return {for_dy.view(input.sizes()).to(grad_output.scalar_type()), for_x.view(input.sizes()).to(input.scalar_type()),
           weight ? for_weight : at::Tensor()};

@@ -8,9 +8,11 @@
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/SymIntArrayRef.h>
 #include <c10/util/Exception.h>
 
 #include "kernels/layer_norm.h"
+#include "spatial/checks.h"
 #include "spatial/factors.h"
 #include "spatial/layer_norm_cuda.h"
 #include "spatial/norm.h"
@@ -45,10 +47,28 @@ std::vector<int64_t> position_sizes(const at::Tensor& x) {
 
 }  // namespace
 
+void check_layer_norm_channels_first(const at::Tensor& input, const Optional& weight, const Optional& bias) {
+  TORCH_CHECK_VALUE(input.dim() >= 2, "layer_norm_channels_first: input needs dims [N, C, ...], got ", input.dim());
+  check_row("layer_norm_channels_first", "weight", weight, input);
+  check_row("layer_norm_channels_first", "bias", bias, input);
+}
+
+void check_layer_norm_channels_first_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                                              const Optional& weight, const at::Tensor& mean, const at::Tensor& rstd) {
+  const char* const op = "layer_norm_channels_first_backward";
+  TORCH_CHECK_VALUE(input.dim() >= 2, op, ": input needs dims [N, C, ...], got ", input.dim());
+  check_row(op, "weight", weight, input);
+  check_sizes(op, "grad_output", grad_output, input.sym_sizes(), input);
+  c10::SymDimVector positions(input.sym_sizes());
+  positions.erase(positions.begin() + 1);
+  check_sizes(op, "mean", mean, positions, input);
+  check_sizes(op, "rstd", rstd, positions, input);
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first(const at::Tensor& input,
                                                                          const Optional& weight, const Optional& bias,
                                                                          double eps) {
-  TORCH_CHECK_VALUE(input.dim() >= 2, "layer_norm_channels_first: input needs dims [N, C, ...], got ", input.dim());
+  check_layer_norm_channels_first(input, weight, bias);
   const at::Tensor x = dense(input);
   const auto type = statistics_type(x.scalar_type());
 #ifdef TORCHTP_CUDA
@@ -79,6 +99,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first(const a
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first_backward(
     const at::Tensor& grad_output, const at::Tensor& input, const Optional& weight, const at::Tensor& mean,
     const at::Tensor& rstd, const std::array<bool, 3>& output_mask) {
+  check_layer_norm_channels_first_backward(grad_output, input, weight, mean, rstd);
   const at::Tensor x = dense(input), dy = grad_output.contiguous(x.suggest_memory_format());
   const auto type = statistics_type(x.scalar_type());
   const auto like_weight = [&](const at::Tensor& gradient) {

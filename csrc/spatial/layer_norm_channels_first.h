@@ -16,6 +16,13 @@ inline kernels::LayerNormParams layer_norm_params(const at::Tensor& x) {
   return params;
 }
 
+// Raise where sizes or devices do not fit.
+void check_layer_norm_channels_first(const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                                     const std::optional<at::Tensor>& bias);
+void check_layer_norm_channels_first_backward(const at::Tensor& grad_output, const at::Tensor& input,
+                                              const std::optional<at::Tensor>& weight, const at::Tensor& mean,
+                                              const at::Tensor& rstd);
+
 // Layer norm over dim 1 of [N, C, ...], without the two permutations that F.layer_norm needs: (out, mean, rstd), the
 // last two of the input's sizes without dim 1. Local: no cut dim is looked at.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first(const at::Tensor& input,

@@ -24,7 +24,8 @@ Three layer_norm_channels_first_backward_kernel(const at::Tensor& grad_output, c
   return layer_norm_channels_first_backward(grad_output, input, weight, mean, rstd, output_mask);
 }
 
-Three layer_norm_channels_first_meta(const at::Tensor& input, const Optional&, const Optional&, double) {
+Three layer_norm_channels_first_meta(const at::Tensor& input, const Optional& weight, const Optional& bias, double) {
+  check_layer_norm_channels_first(input, weight, bias);
   auto sizes = input.sym_sizes().vec();
   sizes.erase(sizes.begin() + 1);
   const auto options = input.options().dtype(statistics_type(input.scalar_type()));
@@ -32,8 +33,10 @@ Three layer_norm_channels_first_meta(const at::Tensor& input, const Optional&, c
           at::empty_symint(sizes, options), at::empty_symint(sizes, options)};
 }
 
-Three layer_norm_channels_first_backward_meta(const at::Tensor&, const at::Tensor& input, const Optional& weight,
-                                              const at::Tensor&, const at::Tensor&, std::array<bool, 3> output_mask) {
+Three layer_norm_channels_first_backward_meta(const at::Tensor& grad_output, const at::Tensor& input,
+                                              const Optional& weight, const at::Tensor& mean, const at::Tensor& rstd,
+                                              std::array<bool, 3> output_mask) {
+  check_layer_norm_channels_first_backward(grad_output, input, weight, mean, rstd);
   return norm_backward_meta(input, weight, output_mask);
 }
 

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include "kernels/layer_scale.h"
+#include "spatial/checks.h"
 #include "spatial/device.h"
 #include "spatial/factors.h"
 #include "spatial/norm.h"
@@ -27,12 +28,15 @@ using Optional = std::optional<at::Tensor>;
 constexpr int64_t kUnit = 16;           // elements; a piece of work begins at a multiple of it
 constexpr int64_t kScaleGrain = 16384;  // elements a thread should have at least
 
-void check(const at::Tensor& x, const Optional& gamma, const Optional& keep) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, "layer_scale: branch needs dims [N, C, ...], got ", x.dim());
-  TORCH_CHECK_VALUE(!gamma || (gamma->dim() == 1 && gamma->size(0) == x.size(1)),
-                    "layer_scale: gamma has one number for ", "each of ", x.size(1), " channels");
-  TORCH_CHECK_VALUE(!keep || (keep->dim() == 1 && keep->size(0) == x.size(0)), "layer_scale: keep has one number for ",
-                    "each of ", x.size(0), " samples");
+// `other`: the residual or the gradient, which is like the branch.
+void check(const char* op, const char* name, const at::Tensor& other, const at::Tensor& branch, const Optional& gamma,
+           const Optional& keep) {
+  TORCH_CHECK_VALUE(branch.dim() >= 2, op, ": branch needs dims [N, C, ...], got ", branch.dim());
+  check_row(op, "gamma", gamma, branch);
+  check_row(op, "keep", keep, branch, 0);
+  TORCH_CHECK_VALUE(other.scalar_type() == branch.scalar_type(), op, ": ", name, " and branch are alike in dtype, got ",
+                    other.scalar_type(), " and ", branch.scalar_type());
+  check_sizes(op, name, other, branch.sym_sizes(), branch);
 }
 
 // residual may be undefined: then branch * gamma * keep.
@@ -74,19 +78,26 @@ at::Tensor apply(const at::Tensor& residual, const at::Tensor& branch, const Opt
 
 }  // namespace
 
+void check_layer_scale(const at::Tensor& residual, const at::Tensor& branch, const Optional& gamma,
+                       const Optional& keep) {
+  check("layer_scale", "residual", residual, branch, gamma, keep);
+}
+
+void check_layer_scale_backward(const at::Tensor& grad_output, const at::Tensor& branch, const Optional& gamma,
+                                const Optional& keep) {
+  check("layer_scale_backward", "grad_output", grad_output, branch, gamma, keep);
+}
+
 at::Tensor layer_scale(const at::Tensor& residual, const at::Tensor& branch, const Optional& gamma,
                        const Optional& keep) {
-  check(branch, gamma, keep);
-  TORCH_CHECK_VALUE(residual.sizes() == branch.sizes() && residual.scalar_type() == branch.scalar_type(),
-                    "layer_scale: residual and branch are alike in sizes and dtype, got ", residual.sizes(), " of ",
-                    residual.scalar_type(), " and ", branch.sizes(), " of ", branch.scalar_type());
+  check_layer_scale(residual, branch, gamma, keep);
   return apply(residual, branch, gamma, keep);
 }
 
 std::tuple<at::Tensor, at::Tensor> layer_scale_backward(const at::Tensor& grad_output, const at::Tensor& branch,
                                                         const Optional& gamma, const Optional& keep,
                                                         const std::array<bool, 2>& output_mask) {
-  check(branch, gamma, keep);
+  check_layer_scale_backward(grad_output, branch, gamma, keep);
   const at::Tensor x = dense(branch), dy = grad_output.contiguous(x.suggest_memory_format());
   const bool wants_gamma = output_mask[1] && gamma;
 #ifdef TORCHTP_CUDA

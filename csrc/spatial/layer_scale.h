@@ -8,6 +8,12 @@
 
 namespace torchtp::spatial {
 
+// Raise where sizes, types or devices do not fit.
+void check_layer_scale(const at::Tensor& residual, const at::Tensor& branch, const std::optional<at::Tensor>& gamma,
+                       const std::optional<at::Tensor>& keep);
+void check_layer_scale_backward(const at::Tensor& grad_output, const at::Tensor& branch,
+                                const std::optional<at::Tensor>& gamma, const std::optional<at::Tensor>& keep);
+
 // residual + branch * gamma[c] * keep[n] over [N, C, ...], in one pass: a block's layer scale, DropPath and residual.
 // gamma and keep may be left out. Local, so that sharded tensors need nothing more.
 at::Tensor layer_scale(const at::Tensor& residual, const at::Tensor& branch, const std::optional<at::Tensor>& gamma,

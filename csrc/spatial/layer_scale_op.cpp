@@ -27,13 +27,20 @@ Two layer_scale_backward_kernel(const at::Tensor& grad_output, const at::Tensor&
   return layer_scale_backward(grad_output, branch, gamma, keep, output_mask);
 }
 
-at::Tensor layer_scale_meta(const at::Tensor&, const at::Tensor& branch, const Optional&, const Optional&) {
+at::Tensor like(const at::Tensor& branch) {
   return at::empty_symint(branch.sym_sizes(), branch.options(), branch.suggest_memory_format());
 }
 
-Two layer_scale_backward_meta(const at::Tensor&, const at::Tensor& branch, const Optional& gamma, const Optional& keep,
-                              std::array<bool, 2> output_mask) {
-  return {output_mask[0] ? layer_scale_meta({}, branch, gamma, keep) : at::Tensor(),
+at::Tensor layer_scale_meta(const at::Tensor& residual, const at::Tensor& branch, const Optional& gamma,
+                            const Optional& keep) {
+  check_layer_scale(residual, branch, gamma, keep);
+  return like(branch);
+}
+
+Two layer_scale_backward_meta(const at::Tensor& grad_output, const at::Tensor& branch, const Optional& gamma,
+                              const Optional& keep, std::array<bool, 2> output_mask) {
+  check_layer_scale_backward(grad_output, branch, gamma, keep);
+  return {output_mask[0] ? like(branch) : at::Tensor(),
           output_mask[1] && gamma ? at::empty_like(*gamma) : at::Tensor()};
 }
 
@@ -68,6 +75,7 @@ Two layer_scale_backward_autograd(const at::Tensor& grad_output, const at::Tenso
   const bool differentiates =
       grad_output.requires_grad() || branch.requires_grad() || (gamma && gamma->requires_grad());
   if (at::GradMode::is_enabled() && differentiates) {
+    check_layer_scale_backward(grad_output, branch, gamma, keep);
     return differentiable_backward(grad_output, branch, gamma, keep, output_mask);
   }
   at::AutoDispatchBelowADInplaceOrView below;
