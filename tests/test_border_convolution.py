@@ -67,3 +67,22 @@ def _cases(seed: int, wanted: int) -> None:
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("torchtp", 3), ("torchtp", 4)])
 def test_the_border_apart_is_the_whole(backend, size):
     run_ranks(_cases, size, size, 60, backend=backend)
+
+
+def _refused() -> None:
+    cut = shardings((3,))[0]
+    x, weight = torch.randn(2, 4, 8, 8), torch.randn(4, 4, 3, 3)
+    part, lists, numbers = cut.shard(x), cut.cut(x), ([1, 1], [1, 1], [1, 1], 1)
+    with pytest.raises(ValueError, match="border_convolution: stride must be positive"):
+        OPS.border_convolution(part, weight, None, [0, 0], *numbers[1:], *lists)
+    with pytest.raises(ValueError, match="border_convolution: the sizes of bias are"):
+        OPS.border_convolution(part, weight, torch.ones(2), *numbers, *lists)
+    with pytest.raises(ValueError, match="border_convolution: dim 3 of global extent 8 over 2 ranks gives rank"):
+        OPS.border_convolution(x, weight, None, *numbers, *lists)
+    for grad in (part[:1], part[:, :2], part[:, :, :4], part[..., :3], part.repeat(1, 1, 1, 2)):
+        with pytest.raises(ValueError, match="border_convolution_backward: the sizes of grad_output are"):
+            OPS.border_convolution_backward(grad, part, weight, *numbers, *lists)
+
+
+def test_what_does_not_fit_is_refused():
+    run_ranks(_refused, 2)

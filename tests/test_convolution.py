@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -298,3 +299,99 @@ def opchecks():
 
 def test_convolution_and_pull_pass_opcheck():
     run_ranks(opchecks, 2)
+
+
+X, W = torch.randn(2, 4, 5, 6), torch.randn(4, 4, 3, 3)
+REFUSED = {
+    "stride": ({3: [1, 0]}, r"stride must be positive, got \[1, 0\]"),
+    "dilation": ({5: [0, 1]}, "dilation must be positive"),
+    "padding": ({4: [0, -1]}, "padding must not be negative"),
+    "output_padding": ({7: [-1, 0]}, "output_padding must not be negative"),
+    "groups": ({8: 0}, "groups must be positive"),
+    "number": ({3: [1, 1, 1]}, "stride needs a number for each of 2 spatial dims"),
+    "kernel": ({1: W[..., :0]}, "a kernel has one tap or more"),
+    "dims": ({1: W[0]}, "needs a weight of as many dims"),
+    "channels": ({1: W[:, :2]}, "is for 2 channels, but the input has 4"),
+    "bias": ({2: torch.ones(1)}, r"sizes of bias are \[4\] here, got \[1\]"),
+    "device": ({1: W.to("meta")}, "device of weight is meta, that of the input cpu"),
+}
+
+
+def convolved(which):
+    """The messages of forward and backward of one image and of one that is cut."""
+    import torchtp  # noqa: F401
+
+    change, messages = REFUSED[which][0], []
+    for cut in (([], [], []), shardings((3,))[0].cut(X)):
+        x = shardings((3,))[0].shard(X) if cut[0] else X
+        for transposed in (False, True):
+            args = [x, W, None, [1, 1], [1, 1], [1, 1], transposed, [0, 0], 1]
+            for place, value in change.items():
+                args[place] = value
+            calls = [(torch.ops.torchtp.convolution, [*args, *cut])]
+            if 2 not in change:
+                backward = [x, *args[:2], *args[3:], [True] * 3, *cut]
+                calls.append((torch.ops.torchtp.convolution_backward, backward))
+            for op, arguments in calls:
+                if which == "channels" and transposed:
+                    continue  # it has other ones
+                with pytest.raises(ValueError) as caught:
+                    op(*arguments)
+                messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_numbers_that_no_convolution_has_are_refused(which):
+    for messages in run_ranks(convolved, 2, which):
+        assert messages and all(re.search(REFUSED[which][1], text) for text in messages), messages
+
+
+def wrong_gradients():
+    import torchtp  # noqa: F401
+
+    cut, filters = shardings((3,))[0], torch.randn(4, 1, 5, 5)
+    part, numbers = cut.shard(X), ([1, 1], [2, 2], [1, 1], False, [0, 0], 4, [True] * 3)
+    backward = torch.ops.torchtp.convolution_backward
+    for grad in (part[:1], part[:, :2], part[:, :, :3], part[..., :2], part.repeat(1, 1, 1, 3)):
+        with pytest.raises(ValueError, match="sizes of grad_output are"):
+            backward(grad, part, filters, *numbers, *cut.cut(X))
+    with pytest.raises(ValueError, match="gives rank . 3 rows, but its input has sizes"):
+        backward(part, part[..., :2], filters, *numbers, *cut.cut(X))
+
+
+def test_gradients_of_other_sizes_are_refused():
+    run_ranks(wrong_gradients, 2)
+
+
+def test_one_number_stands_for_all_dims_as_in_torch():
+    import torchtp  # noqa: F401
+
+    found = torch.ops.torchtp.convolution(X, W, None, [2], [1], [1], False, [0], 1, [], [], [])
+    assert_same(found, torch.convolution(X, W, None, [2], [1], [1], False, [0], 1), "one number", 0)
+
+
+def wrong_pulls():
+    import torchtp  # noqa: F401
+
+    ops, (group,) = torch.ops.torchtp, shardings((3,))[0].groups
+    for device in ("cpu", "meta"):
+        x = torch.randn(2, 4, 5, 3, device=device)
+        for op in (ops.pull, ops.pull_start, ops.push_add):
+            for dim in (-1, 4):
+                with pytest.raises(ValueError, match=f"{op.__name__}: dim {dim} is not one of 0 to 3"):
+                    op(x, dim, 6, [0, 3], [3, 6], group)
+            with pytest.raises(ValueError, match=rf"{op.__name__}: rank 0 cannot have rows \[5, 0\)"):
+                op(x, 3, 6, [5, 3], [0, 8], group)
+            with pytest.raises(ValueError, match=f"{op.__name__}: extent is the global one of dim 3, not negative"):
+                op(x, 3, -6, [0, 3], [3, 6], group)
+    for dims, extents, groups, text in (
+        ([3, 3], [6, 6], [group] * 2, "is named twice"),
+        ([3], [-6], [group], "negative"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ops.convolution(x, W.to(x), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, dims, extents, groups)
+
+
+def test_dims_and_intervals_that_are_none_are_refused():
+    run_ranks(wrong_pulls, 2)

@@ -183,11 +183,18 @@ def test_it_passes_opcheck():
 def test_what_does_not_fit_is_refused():
     x, weight, row = torch.randn(1, 4, 6, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
     rest = (EPS, False, [1, 1], [1, 1], [1, 1], *NO_CUT)
-    with pytest.raises(ValueError, match="one filter a channel"):
-        OPS.depthwise_layer_norm(x, torch.randn(4, 2, 3, 3), row, row, row, *rest)
-    with pytest.raises(ValueError, match=r"\[N, C, H, W\], got 3 dims"):
-        OPS.depthwise_layer_norm(x[0], weight, row, row, row, *rest)
-    with pytest.raises(ValueError, match="norm_bias has one number for each of 4 channels"):
-        OPS.depthwise_layer_norm(x, weight, row, row, torch.randn(3), *rest)
+    for op in (OPS.depthwise_layer_norm, OPS.depthwise_layer_norm_pieces):
+        with pytest.raises(ValueError, match=f"{op.__name__}: .*one filter a channel"):
+            op(x, torch.randn(4, 2, 3, 3), row, row, row, *rest)
+        with pytest.raises(ValueError, match=rf"{op.__name__}: .*\[N, C, H, W\], got 3 dims"):
+            op(x[0], weight, row, row, row, *rest)
+        for place, name in enumerate(("bias", "norm_weight", "norm_bias")):
+            rows = [torch.randn(3) if i == place else row for i in range(3)]
+            with pytest.raises(ValueError, match=f"{op.__name__}: {name} has one number for each of 4 channels"):
+                op(x, weight, *rows, *rest)
+        with pytest.raises(ValueError, match=f"{op.__name__}: stride must be positive"):
+            op(x, weight, row, row, row, EPS, False, [0, 0], [1, 1], [1, 1], *NO_CUT)
+        with pytest.raises(ValueError, match=f"{op.__name__}: padding needs a number for each of 2"):
+            op(x, weight, row, row, row, EPS, False, [1, 1], [1], [1, 1], *NO_CUT)
     with pytest.raises(ValueError, match="stride and dilation of 1"):
         OPS.depthwise_layer_norm_pieces(x, weight, row, row, row, EPS, False, [2, 2], [1, 1], [1, 1], *NO_CUT)

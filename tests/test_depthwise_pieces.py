@@ -113,3 +113,36 @@ def test_windows_beyond_a_block_are_refused():
         args = x, torch.zeros(2, 1, *kernel), None, stride, [1, 1], [1, 1], [], [], []
         with pytest.raises(ValueError, match=r"depthwise: kernels go up to 31 and strides up to 4 .* takes all"):
             OPS.depthwise(*args)
+
+
+X, W = torch.randn(2, 8, 6, 6), torch.randn(8, 1, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: X[0]}, r"\[N, C, H, W\], got 3 dims"),
+        ({1: W[:4]}, "one filter a channel"),
+        ({1: W[..., :0]}, "a kernel has one tap or more"),
+        ({2: torch.ones(2)}, r"sizes of bias are \[8\] here, got \[2\]"),
+        ({3: [0, 0]}, "stride must be positive"),
+        ({3: [1]}, "stride needs a number for each of 2"),
+        ({4: [1]}, "padding needs a number for each of 2"),
+        ({5: [0, 1]}, "dilation must be positive"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    args = [X, W, None, [1, 1], [1, 1], [1, 1], [], [], []]
+    for place, value in change.items():
+        args[place] = value
+    with pytest.raises(ValueError, match=f"depthwise: .*{message}"):
+        OPS.depthwise(*args)
+    if 2 not in change:
+        with pytest.raises(ValueError, match=f"depthwise_backward: .*{message}"):
+            OPS.depthwise_backward(X, *args[:2], *args[3:])
+
+
+def test_gradients_of_other_sizes_are_refused():
+    for grad in (X[:1], X[:, :2], X[:, :, :3], X.repeat(1, 1, 2, 2), X[0]):
+        with pytest.raises(ValueError, match="depthwise_backward: the sizes of grad_output are"):
+            OPS.depthwise_backward(grad, X, W, [1, 1], [1, 1], [1, 1], [], [], [])

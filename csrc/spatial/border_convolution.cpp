@@ -258,13 +258,16 @@ std::tuple<at::Tensor, at::Tensor> border_convolution_backward(const at::Tensor&
 namespace {
 
 // For tests of this way on every machine, and to time it beside the other.
-ConvolutionParams op_params(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
-                            at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups,
-                            const std::vector<Cut>& cuts) {
+ConvolutionParams op_params(const char* op, const at::Tensor& input, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding,
+                            at::IntArrayRef dilation, int64_t groups, const std::vector<Cut>& cuts) {
   ConvolutionParams params{stride.vec(), padding.vec(), dilation.vec(), {0, 0}, false, groups};
-  check_cuts(input, weight, params, cuts);
-  TORCH_CHECK_VALUE(has_border_way(input, weight, params, cuts),
-                    "border_convolution: every rank's part must be an image with two outputs or more whose plain "
+  TORCH_CHECK_VALUE(input.dim() == 4, op, ": input is [N, C, H, W], got ", input.dim(),
+                    " dims; torchtp::convolution takes all");
+  check_convolution(op, input, weight, bias, params, cuts);
+  check_shards(op, input.sizes(), cuts);
+  TORCH_CHECK_VALUE(has_border_way(input, weight, params, cuts), op,
+                    ": every rank's part must be an image with two outputs or more whose plain "
                     "convolution has this rank's outputs; torchtp::convolution takes all");
   return params;
 }
@@ -274,8 +277,8 @@ at::Tensor border_convolution_op(const at::Tensor& input, const at::Tensor& weig
                                  at::IntArrayRef dilation, int64_t groups, at::IntArrayRef cut_dims,
                                  at::IntArrayRef cut_extents, const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
-  return border_convolution(input, weight, bias, op_params(input, weight, stride, padding, dilation, groups, cuts),
-                            cuts);
+  const auto params = op_params("border_convolution", input, weight, bias, stride, padding, dilation, groups, cuts);
+  return border_convolution(input, weight, bias, params, cuts);
 }
 
 std::tuple<at::Tensor, at::Tensor> border_convolution_backward_op(const at::Tensor& grad_output,
@@ -285,9 +288,10 @@ std::tuple<at::Tensor, at::Tensor> border_convolution_backward_op(const at::Tens
                                                                   at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                                                   const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
-  return border_convolution_backward(grad_output, input, weight,
-                                     op_params(input, weight, stride, padding, dilation, groups, cuts),
-                                     {true, true, false}, cuts);
+  const char* const op = "border_convolution_backward";
+  const auto params = op_params(op, input, weight, {}, stride, padding, dilation, groups, cuts);
+  check_convolution_backward(op, grad_output, input, weight, params, cuts);
+  return border_convolution_backward(grad_output, input, weight, params, {true, true, false}, cuts);
 }
 
 void register_border_kernels(torch::Library& m) {

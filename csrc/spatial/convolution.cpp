@@ -27,23 +27,10 @@ namespace {
 // pulled dy) then gives dx of the own rows, complete, and this rank's share of dw. ATen pads x alike on both sides, so
 // dy is framed with zero rows until the local geometry fits: a zero row of dy adds nothing to dx and dw.
 
-std::vector<int64_t> output_sizes(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
-  std::vector<int64_t> sizes{input.size(0), params.transposed ? weight.size(1) * params.groups : weight.size(0)};
-  for (int64_t dim = 2; dim < input.dim(); ++dim) {
-    sizes.push_back(convolution_extent(params, weight, dim - 2, input.size(dim)));
-  }
-  return sizes;
-}
-
 // What a rank with no output row returns; keeps the dtype and layout the others have.
 at::Tensor no_rows(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
                    const std::vector<Cut>& cuts) {
-  std::vector<int64_t> sizes = output_sizes(input, weight, params);
-  for (const Cut& cut : cuts) {
-    sizes[cut.dim] =
-        owned(convolution_extent(params, weight, cut.dim - 2, cut.extent), cut.group.size, cut.group.rank).size();
-  }
-  return at::zeros(sizes, input.options());
+  return at::zeros(own_output_sizes(input, weight, params, cuts), input.options());
 }
 
 bool is_empty(const Cut& cut, const std::vector<Interval>& all) { return all[cut.group.rank].empty(); }
@@ -178,27 +165,9 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
 
 }  // namespace
 
-int64_t convolution_extent(const ConvolutionParams& params, const at::Tensor& weight, size_t index, int64_t extent) {
-  const Window window = window_of(params, weight, index);
-  return params.transposed ? transposed_extent(window, extent, params.output_padding[index])
-                           : output_extent(window, extent);
-}
-
-void check_cuts(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
-                const std::vector<Cut>& cuts) {
-  for (const Cut& cut : cuts) {
-    TORCH_CHECK_VALUE(cut.dim >= 2, "convolution: dim ", cut.dim, " is not spatial; cut one of dims 2 to ",
-                      input.dim() - 1);
-    const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
-    TORCH_CHECK(extent > 0, "convolution: kernel ", weight.size(cut.dim), " with dilation ",
-                params.dilation[cut.dim - 2], " and padding ", params.padding[cut.dim - 2], " does not fit into dim ",
-                cut.dim, " of global extent ", cut.extent);
-  }
-}
-
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        const ConvolutionParams& params, const std::vector<Cut>& cuts) {
-  check_cuts(input, weight, params, cuts);
+  check_convolution("convolution", input, weight, bias, params, cuts);
   const at::Tensor x = with_format(input);
   return params.transposed ? forward_transposed(x, weight, bias, params, cuts)
                            : forward_conv(x, weight, bias, params, cuts);
@@ -209,6 +178,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const ConvolutionParams& params,
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts) {
+  check_convolution_backward("convolution_backward", grad_output, input, weight, params, cuts);
   at::Tensor grad_input, grad_weight, grad_bias;
   const at::Tensor x = with_format(input), dy = with_format(grad_output);
   if (has_depthwise(x, weight, params)) {

@@ -30,9 +30,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts);
 
-// Raises where a cut dim is not spatial, or a kernel does not fit into one; on all ranks alike.
-void check_cuts(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
-                const std::vector<Cut>& cuts);
+// Raises on all ranks alike: where sizes, devices and numbers do not fit, a cut dim is not spatial or a kernel does not
+// fit into one.
+void check_convolution(const char* op, const at::Tensor& input, const at::Tensor& weight,
+                       const std::optional<at::Tensor>& bias, const ConvolutionParams& params,
+                       const std::vector<Cut>& cuts);
+// The same, and what this rank alone sees: that the gradient and the input have the rows it owns.
+void check_convolution_backward(const char* op, const at::Tensor& grad_output, const at::Tensor& input,
+                                const at::Tensor& weight, const ConvolutionParams& params,
+                                const std::vector<Cut>& cuts);
+
+// Sizes of this rank's part of the output.
+std::vector<int64_t> own_output_sizes(const at::Tensor& input, const at::Tensor& weight,
+                                      const ConvolutionParams& params, const std::vector<Cut>& cuts);
 
 // Global extent of the output on spatial dim `index` (0 = first) of an input of global `extent`.
 int64_t convolution_extent(const ConvolutionParams& params, const at::Tensor& weight, size_t index, int64_t extent);

@@ -15,16 +15,22 @@ using torch::autograd::variable_list;
 using Optional = std::optional<at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-ConvolutionParams make_params(at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                              bool transposed, at::IntArrayRef output_padding, int64_t groups) {
-  return {stride.vec(), padding.vec(), dilation.vec(), output_padding.vec(), transposed, groups};
+// As in ATen, a list may have one number for all spatial dims.
+ConvolutionParams make_params(const at::Tensor& input, at::IntArrayRef stride, at::IntArrayRef padding,
+                              at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+                              int64_t groups) {
+  const auto each = [&](at::IntArrayRef list) {
+    return list.size() == 1 && input.dim() > 3 ? std::vector<int64_t>(input.dim() - 2, list[0]) : list.vec();
+  };
+  return {each(stride), each(padding), each(dilation), each(output_padding), transposed, groups};
 }
 
 at::Tensor convolution_kernel(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
                               at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                               bool transposed, at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef cut_dims,
                               at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  return convolution(input, weight, bias, make_params(stride, padding, dilation, transposed, output_padding, groups),
+  return convolution(input, weight, bias,
+                     make_params(input, stride, padding, dilation, transposed, output_padding, groups),
                      make_cuts(cut_dims, cut_extents, cut_groups, input.dim()));
 }
 
@@ -34,26 +40,20 @@ Three convolution_backward_kernel(const at::Tensor& grad_output, const at::Tenso
                                   std::array<bool, 3> output_mask, at::IntArrayRef cut_dims,
                                   at::IntArrayRef cut_extents, const Groups& cut_groups) {
   return convolution_backward(grad_output, input, weight,
-                              make_params(stride, padding, dilation, transposed, output_padding, groups), output_mask,
-                              make_cuts(cut_dims, cut_extents, cut_groups, input.dim()));
+                              make_params(input, stride, padding, dilation, transposed, output_padding, groups),
+                              output_mask, make_cuts(cut_dims, cut_extents, cut_groups, input.dim()));
 }
 
-at::Tensor convolution_meta(const at::Tensor& input, const at::Tensor& weight, const Optional&, at::IntArrayRef stride,
-                            at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+at::Tensor convolution_meta(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
+                            at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                             at::IntArrayRef output_padding, int64_t groups, at::IntArrayRef cut_dims,
                             at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  const ConvolutionParams params = make_params(stride, padding, dilation, transposed, output_padding, groups);
-  std::vector<int64_t> sizes{input.size(0), transposed ? weight.size(1) * groups : weight.size(0)};
-  for (int64_t dim = 2; dim < input.dim(); ++dim) {
-    sizes.push_back(convolution_extent(params, weight, dim - 2, input.size(dim)));
-  }
+  const ConvolutionParams params = make_params(input, stride, padding, dilation, transposed, output_padding, groups);
   const std::vector<Cut> cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  check_convolution("convolution", input, weight, bias, params, cuts);
   if (planned(cuts)) convolution(input, weight, {}, params, cuts);
-  for (const Cut& cut : cuts) {
-    const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
-    sizes[cut.dim] = owned(extent, cut.group.size, cut.group.rank).size();
-  }
-  return at::empty(sizes, input.options(), with_format(input).suggest_memory_format());
+  return at::empty(own_output_sizes(input, weight, params, cuts), input.options(),
+                   with_format(input).suggest_memory_format());
 }
 
 Three convolution_backward_meta(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
@@ -62,10 +62,10 @@ Three convolution_backward_meta(const at::Tensor& grad_output, const at::Tensor&
                                 std::array<bool, 3> output_mask, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                 const Groups& cut_groups) {
   const std::vector<Cut> cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
+  const ConvolutionParams params = make_params(input, stride, padding, dilation, transposed, output_padding, groups);
+  check_convolution_backward("convolution_backward", grad_output, input, weight, params, cuts);
   if (planned(cuts)) {
-    convolution_backward(grad_output, input, weight,
-                         make_params(stride, padding, dilation, transposed, output_padding, groups),
-                         {output_mask[0], output_mask[1], false}, cuts);
+    convolution_backward(grad_output, input, weight, params, {output_mask[0], output_mask[1], false}, cuts);
   }
   at::Tensor grad_input, grad_weight, grad_bias;
   if (output_mask[0]) grad_input = at::empty_like(input);

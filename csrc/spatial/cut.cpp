@@ -16,9 +16,21 @@ std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const 
   for (size_t i = 0; i < dims.size(); ++i) {
     TORCH_CHECK_INDEX(0 <= dims[i] && dims[i] < num_dims, "cut dim ", dims[i], " is not a dim of a ", num_dims,
                       "-dimensional tensor");
+    TORCH_CHECK_VALUE(std::find(dims.begin(), dims.begin() + i, dims[i]) == dims.begin() + i, "cut dim ", dims[i],
+                      " is named twice, but it is cut over one group");
+    TORCH_CHECK_VALUE(extents[i] >= 0, "cut dim ", dims[i], " has no negative extent, got ", extents[i]);
     cuts.push_back({dims[i], extents[i], backend::spatial_group(groups.get(i))});
   }
   return cuts;
+}
+
+void check_shards(const char* op, at::IntArrayRef sizes, const std::vector<Cut>& cuts) {
+  for (const Cut& cut : cuts) {
+    const int64_t rows = cut.own().size();
+    TORCH_CHECK_VALUE(cut.dim < static_cast<int64_t>(sizes.size()) && sizes[cut.dim] == rows, op, ": dim ", cut.dim,
+                      " of global extent ", cut.extent, " over ", cut.group.size, " ranks gives rank ", cut.group.rank,
+                      " ", rows, " rows, but its input has sizes ", sizes);
+  }
 }
 
 bool planned(const std::vector<Cut>& cuts) {

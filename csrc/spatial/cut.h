@@ -21,9 +21,12 @@ struct Cut {
 };
 
 // The three parallel lists of a schema (cut_dims, cut_extents, cut_groups) as one list. Throws when their lengths
-// differ or a dim is out of range.
+// differ, a dim is out of range or named twice, or an extent is negative.
 std::vector<Cut> make_cuts(at::IntArrayRef dims, at::IntArrayRef extents, const c10::List<std::string>& groups,
                            int64_t num_dims);
+
+// Throws, on this rank alone, where local sizes are not what it owns of the cuts.
+void check_shards(const char* op, at::IntArrayRef sizes, const std::vector<Cut>& cuts);
 
 // Whether an op on meta tensors shall go through its pulls, so that they count their traffic.
 bool planned(const std::vector<Cut>& cuts);

@@ -9,6 +9,7 @@
 #include "kernels/depthwise.h"
 #include "kernels/depthwise_weight_grad.h"
 #include "kernels/narrow.h"
+#include "spatial/checks.h"
 #include "spatial/convolution_geometry.h"
 #include "spatial/device.h"
 #include "spatial/op.h"
@@ -181,9 +182,13 @@ std::tuple<at::Tensor, at::Tensor> depthwise_backward(const at::Tensor& grad_out
 
 namespace {
 
-ConvolutionParams op_params(const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
-                            at::IntArrayRef padding, at::IntArrayRef dilation) {
+ConvolutionParams depthwise_numbers(const char* op, const at::Tensor& input, const at::Tensor& weight,
+                                    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
+  TORCH_CHECK_VALUE(input.dim() == 4, op, ": input is [N, C, H, W], got ", input.dim(), " dims");
+  TORCH_CHECK_VALUE(weight.dim() == 4 && weight.size(0) == input.size(1) && weight.size(1) == 1, op,
+                    ": weight is one filter a channel, [", input.size(1), ", 1, kernel, kernel], got ", weight.sizes());
   ConvolutionParams params{stride.vec(), padding.vec(), dilation.vec(), {0, 0}, false, input.size(1)};
+  check_list(op, "stride", stride, 2);
   TORCH_CHECK_VALUE(has_programs(weight, params), "depthwise: kernels go up to ", kernels::kMostDepthwiseKernel,
                     " and strides up to ", kernels::kMostDepthwiseStride, " in each dim, but these are ",
                     weight.sizes().slice(2), " and ", stride, "; torchtp::convolution takes all");
@@ -193,8 +198,10 @@ ConvolutionParams op_params(const at::Tensor& input, const at::Tensor& weight, a
 at::Tensor depthwise_op(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                         at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
                         at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
-  return depthwise(input, weight, bias, op_params(input, weight, stride, padding, dilation),
-                   make_cuts(cut_dims, cut_extents, cut_groups, 4));
+  const auto params = depthwise_numbers("depthwise", input, weight, stride, padding, dilation);
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, 4);
+  check_convolution("depthwise", input, weight, bias, params, cuts);
+  return depthwise(input, weight, bias, params, cuts);
 }
 
 std::tuple<at::Tensor, at::Tensor> depthwise_backward_op(const at::Tensor& grad_output, const at::Tensor& input,
@@ -202,8 +209,10 @@ std::tuple<at::Tensor, at::Tensor> depthwise_backward_op(const at::Tensor& grad_
                                                          at::IntArrayRef padding, at::IntArrayRef dilation,
                                                          at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                                          const Groups& cut_groups) {
-  return depthwise_backward(grad_output, input, weight, op_params(input, weight, stride, padding, dilation),
-                            {true, true, false}, make_cuts(cut_dims, cut_extents, cut_groups, 4));
+  const auto params = depthwise_numbers("depthwise_backward", input, weight, stride, padding, dilation);
+  const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, 4);
+  check_convolution_backward("depthwise_backward", grad_output, input, weight, params, cuts);
+  return depthwise_backward(grad_output, input, weight, params, {true, true, false}, cuts);
 }
 
 void register_kernels(torch::Library& m) {

@@ -7,6 +7,7 @@
 
 #include "kernels/depthwise_layer_norm.h"
 #include "kernels/narrow.h"
+#include "spatial/checks.h"
 #include "spatial/depthwise.h"
 #include "spatial/device.h"
 #include "spatial/factors.h"
@@ -29,21 +30,16 @@ using Optional = std::optional<at::Tensor>;
 
 at::Tensor not_kept(const at::Tensor& like) { return at::empty({0}, like.options()); }
 
-void check(const at::Tensor& input, const at::Tensor& weight, const Optional& bias, const ConvolutionParams& params,
-           const ChannelNorm& norm, const std::vector<Cut>& cuts) {
-  TORCH_CHECK_VALUE(input.dim() == 4, "depthwise_layer_norm: input is [N, C, H, W], got ", input.dim(), " dims");
+void check(const char* op, const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
+           const ConvolutionParams& params, const ChannelNorm& norm, const std::vector<Cut>& cuts) {
+  TORCH_CHECK_VALUE(input.dim() == 4, op, ": input is [N, C, H, W], got ", input.dim(), " dims");
   const int64_t channels = input.size(1);
-  TORCH_CHECK_VALUE(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1,
-                    "depthwise_layer_norm: weight is one filter a channel, [", channels, ", 1, kernel, kernel], got ",
-                    weight.sizes());
-  const auto check_row = [&](const char* name, const Optional& row) {
-    TORCH_CHECK_VALUE(!row || (row->dim() == 1 && row->size(0) == channels), "depthwise_layer_norm: ", name,
-                      " has one number for each of ", channels, " channels, got ", row->sizes());
-  };
-  check_row("bias", bias);
-  check_row("norm_weight", norm.weight);
-  check_row("norm_bias", norm.bias);
-  check_cuts(input, weight, params, cuts);
+  TORCH_CHECK_VALUE(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1, op,
+                    ": weight is one filter a channel, [", channels, ", 1, kernel, kernel], got ", weight.sizes());
+  check_row(op, "bias", bias, input);
+  check_row(op, "norm_weight", norm.weight, input);
+  check_row(op, "norm_bias", norm.bias, input);
+  check_convolution(op, input, weight, bias, params, cuts);
 }
 
 template <typename T>
@@ -74,7 +70,7 @@ kernels::DepthwiseParams numbers_of(const at::Tensor& input, const at::Tensor& w
 Four depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
                           const ConvolutionParams& params, const ChannelNorm& norm, bool keep,
                           const std::vector<Cut>& cuts) {
-  check(input, weight, bias, params, norm, cuts);
+  check("depthwise_layer_norm", input, weight, bias, params, norm, cuts);
   const at::Tensor x = dense(input);
   const at::Tensor convolved = convolution(x, weight, bias, params, cuts);
   const auto [out, mean, rstd] = layer_norm_channels_first(convolved, norm.weight, norm.bias, norm.eps);
@@ -84,6 +80,7 @@ Four depthwise_layer_norm(const at::Tensor& input, const at::Tensor& weight, con
 Four depthwise_layer_norm_pieces(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
                                  const ConvolutionParams& params, const ChannelNorm& norm, bool keep,
                                  const std::vector<Cut>& cuts) {
+  check("depthwise_layer_norm_pieces", input, weight, bias, params, norm, cuts);
   const at::Tensor x = dense(input), w = weight.contiguous();
   const auto format = x.suggest_memory_format();
   TORCH_CHECK_VALUE(x.size(1) > 0 && kernels::depthwise_layer_norm_fits(numbers_of(x, w, params), x.element_size(),

@@ -14,31 +14,38 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-Cut cut_of(int64_t dim, int64_t extent, const std::string& group) {
+Cut cut_of(const char* op, const at::Tensor& tensor, int64_t dim, int64_t extent, const std::string& group) {
+  TORCH_CHECK_VALUE(0 <= dim && dim < tensor.dim(), op, ": dim ", dim, " is not one of 0 to ", tensor.dim() - 1,
+                    ", counted from the front");
+  TORCH_CHECK_VALUE(extent >= 0, op, ": extent is the global one of dim ", dim, ", not negative, got ", extent);
   return {dim, extent, backend::spatial_group(group)};
 }
 
-std::vector<Interval> intervals(at::IntArrayRef begins, at::IntArrayRef ends, const Cut& cut) {
-  TORCH_CHECK_VALUE(begins.size() == static_cast<size_t>(cut.group.size) && ends.size() == begins.size(),
-                    "pull: begins and ends need one entry for each of the ", cut.group.size, " ranks, got ",
-                    begins.size(), " and ", ends.size());
+std::vector<Interval> intervals(const char* op, at::IntArrayRef begins, at::IntArrayRef ends, const Cut& cut) {
+  TORCH_CHECK_VALUE(begins.size() == static_cast<size_t>(cut.group.size) && ends.size() == begins.size(), op,
+                    ": begins and ends need one entry for each of the ", cut.group.size, " ranks, got ", begins.size(),
+                    " and ", ends.size());
   std::vector<Interval> out;
-  for (size_t rank = 0; rank < begins.size(); ++rank) out.push_back({begins[rank], std::max(begins[rank], ends[rank])});
+  for (size_t rank = 0; rank < begins.size(); ++rank) {
+    TORCH_CHECK_VALUE(begins[rank] <= ends[rank], op, ": rank ", rank, " cannot have rows [", begins[rank], ", ",
+                      ends[rank], "); an empty interval ends where it begins");
+    out.push_back({begins[rank], ends[rank]});
+  }
   return out;
 }
 
 at::Tensor pull_kernel(const at::Tensor& input, int64_t dim, int64_t extent, at::IntArrayRef begins,
                        at::IntArrayRef ends, const std::string& group, double fill) {
-  const Cut cut = cut_of(dim, extent, group);
-  const auto wanted = intervals(begins, ends, cut);
+  const Cut cut = cut_of("pull", input, dim, extent, group);
+  const auto wanted = intervals("pull", begins, ends, cut);
   return Pulling(input, cut, wanted, wanted[cut.group.rank], fill).finish();
 }
 
 std::tuple<at::Tensor, int64_t> pull_start_kernel(const at::Tensor& input, int64_t dim, int64_t extent,
                                                   at::IntArrayRef begins, at::IntArrayRef ends,
                                                   const std::string& group, double fill) {
-  const Cut cut = cut_of(dim, extent, group);
-  const auto wanted = intervals(begins, ends, cut);
+  const Cut cut = cut_of("pull_start", input, dim, extent, group);
+  const auto wanted = intervals("pull_start", begins, ends, cut);
   const Pulling pulling(input, cut, wanted, wanted[cut.group.rank], fill);
   return {pulling.extended(), pulling.moves() ? static_cast<int64_t>(pulling.ticket()) : -1};
 }
@@ -55,8 +62,8 @@ void pull_finish_kernel(const at::Tensor& extended, int64_t ticket, const std::s
 
 at::Tensor push_add_kernel(const at::Tensor& grad, int64_t dim, int64_t extent, at::IntArrayRef begins,
                            at::IntArrayRef ends, const std::string& group) {
-  const Cut cut = cut_of(dim, extent, group);
-  return push_add(grad, cut, intervals(begins, ends, cut));
+  const Cut cut = cut_of("push_add", grad, dim, extent, group);
+  return push_add(grad, cut, intervals("push_add", begins, ends, cut));
 }
 
 at::Tensor with_rows(const at::Tensor& like, int64_t dim, int64_t num_rows) {
@@ -65,25 +72,31 @@ at::Tensor with_rows(const at::Tensor& like, int64_t dim, int64_t num_rows) {
   return at::empty_symint(sizes, like.options(), like.suggest_memory_format());
 }
 
+at::Tensor pulled_meta(const char* op, const at::Tensor& input, int64_t dim, int64_t extent, at::IntArrayRef begins,
+                       at::IntArrayRef ends, const std::string& group) {
+  const Cut cut = cut_of(op, input, dim, extent, group);
+  const int64_t num_rows = intervals(op, begins, ends, cut)[cut.group.rank].size();
+  if (cut.group.planned) return pull_kernel(input, dim, extent, begins, ends, group, 0);
+  return with_rows(input, dim, num_rows);
+}
+
 at::Tensor pull_meta(const at::Tensor& input, int64_t dim, int64_t extent, at::IntArrayRef begins, at::IntArrayRef ends,
                      const std::string& group, double) {
-  const Cut cut = cut_of(dim, extent, group);
-  if (cut.group.planned) return pull_kernel(input, dim, extent, begins, ends, group, 0);
-  return with_rows(input, dim, intervals(begins, ends, cut)[cut.group.rank].size());
+  return pulled_meta("pull", input, dim, extent, begins, ends, group);
 }
 
 std::tuple<at::Tensor, int64_t> pull_start_meta(const at::Tensor& input, int64_t dim, int64_t extent,
                                                 at::IntArrayRef begins, at::IntArrayRef ends, const std::string& group,
-                                                double fill) {
-  return {pull_meta(input, dim, extent, begins, ends, group, fill), 0};
+                                                double) {
+  return {pulled_meta("pull_start", input, dim, extent, begins, ends, group), 0};
 }
 
 void pull_finish_meta(const at::Tensor&, int64_t, const std::string&) {}
 
 at::Tensor push_add_meta(const at::Tensor& grad, int64_t dim, int64_t extent, at::IntArrayRef begins,
                          at::IntArrayRef ends, const std::string& group) {
-  const Cut cut = cut_of(dim, extent, group);
-  const auto wanted = intervals(begins, ends, cut);
+  const Cut cut = cut_of("push_add", grad, dim, extent, group);
+  const auto wanted = intervals("push_add", begins, ends, cut);
   if (cut.group.planned) return push_add(grad, cut, wanted);
   return with_rows(grad, dim, cut.own().size());
 }
