@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -191,3 +192,56 @@ def opchecks():
 
 def test_pools_pass_opcheck():
     run_ranks(opchecks, 2)
+
+
+def refused(which):
+    """What backwards and gather of a pool of 2 x 2 say of other arguments than theirs: of a whole plane and of a part."""
+    import torchtp  # noqa: F401
+
+    ops, pool, messages = torch.ops.torchtp, ([2, 2], [2, 2], [0, 0], [1, 1], False), []
+    x = torch.randn(2, 3, 4, 8)
+    for part, cut in ((x, ([], [], [])), (shardings((3,))[0].shard(x), shardings((3,))[0].cut(x))):
+        out, indices = ops.max_pool(part, *pool, *cut)
+        change = WRONG[which][0](indices)
+        args = {"grad": out, "indices": indices, "sizes": list(part.shape), **change}
+        calls = [(ops.max_pool_backward, (*args.values(), *pool, *cut))]
+        if "indices" in change:
+            calls.append((ops.max_pool_gather, (part, args["indices"], *pool, *cut)))
+        else:
+            average = (*pool[:3], False, True, None, *cut)
+            calls.append((ops.avg_pool_backward, (args["grad"], args["sizes"], *average)))
+        for op, arguments in calls:
+            with pytest.raises(ValueError) as caught:
+                op(*arguments)
+            messages.append(str(caught.value))
+    return messages
+
+
+WRONG = {
+    "far": (lambda i: {"indices": i + 10**9}, "an index is that of an element that its window reads"),
+    "outside": (lambda i: {"indices": torch.full_like(i, 64)}, "in the global plane, got 64"),
+    "negative": (lambda i: {"indices": torch.full_like(i, -1)}, "in the global plane, got -1"),
+    "wrapping": (lambda i: {"indices": i + 2**32}, "an index is that of an element that its window reads"),
+    "int32": (lambda i: {"indices": i.int()}, "indices are int64, got Int"),
+    "fewer": (lambda i: {"indices": i[:1]}, "sizes of indices are"),
+    "gradient": (lambda i: {"grad": torch.randn(2, 3, 1, 1)}, "sizes of grad_output are"),
+    "channels": (lambda i: {"sizes": [2, 9, *i.shape[2:]]}, "sizes of grad_output are|ranks gives rank"),
+    "no sizes": (lambda i: {"sizes": []}, "but the input only 0 dims"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+def test_indices_and_sizes_that_are_not_the_pools_are_refused(which):
+    for messages in run_ranks(refused, 2, which):
+        assert messages and all(re.search(WRONG[which][1], text) for text in messages), messages
+
+
+def test_windows_without_steps_are_refused():
+    import torchtp  # noqa: F401
+
+    x, ops = torch.randn(2, 3, 4, 6), torch.ops.torchtp
+    for pool in (([2, 2], [0, 2], [0], [1]), ([0, 2], [1], [0], [1]), ([2, 2], [1], [0], [0]), ([2], [-1], [0], [1])):
+        with pytest.raises(ValueError, match="kernel_size, stride and dilation must be positive"):
+            ops.max_pool(x, *pool, False, [], [], [])
+    with pytest.raises(ValueError, match="kernel_size needs one to three entries, got 0"):
+        ops.avg_pool(x, [], [], [0], False, True, None, [], [], [])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rules import DATA_W, H4, HW, W3, check, device_mesh_of, num_ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -125,3 +126,22 @@ def run_second_derivative():
 
 def test_gathering_pools_match_reference():
     run_ranks(run_second_derivative, 2)
+
+
+def run_refused():
+    mesh = device_mesh_of((2,))
+    torchtp.dtensor.mark(mesh, [0])
+    cut = distribute_tensor(torch.randn(IMAGE), mesh, [Shard(3)], src_data_rank=None)
+    for pool in (
+        lambda x: F.max_pool2d(x, 0, 1),
+        lambda x: F.max_pool2d(x, 2, 2, dilation=0),
+        lambda x: F.avg_pool2d(x, 0, 1),
+        lambda x: torch.ops.aten.max_pool2d_with_indices(x, [2, 2], [0, 0]),
+        lambda x: torch.ops.aten.avg_pool2d(x, [2, 2], [0, 1]),
+    ):
+        with pytest.raises(ValueError, match="kernel_size, stride and dilation must be positive, got"):
+            pool(cut)
+
+
+def test_windows_without_steps_are_refused():
+    run_ranks(run_refused, 2)

@@ -53,6 +53,14 @@ struct MaxPoolParams {
   bool channels_last;
   PoolIndex index;
   PoolWindows windows;
+
+  // Whether the place in the frame of an index is in memory: one comparison, which costs nothing beside the divisions.
+  template <typename Int>
+  bool reaches(int64_t global, int64_t place) const {
+    auto bits = static_cast<uint64_t>(place);
+    if constexpr (sizeof(Int) < sizeof(global)) bits |= static_cast<uint64_t>(global) >> 32 << 32;  // which Int lacks
+    return bits < static_cast<uint64_t>(inputs);
+  }
 };
 
 // Calls f with a value of the narrowest type that holds the indices of a plane of those extents.
@@ -68,13 +76,14 @@ void with_index_type(const int64_t (&extents)[3], const F& f) {
 // Work is cut over all planes, batches * channels of them; each call does planes [begin, end).
 // indices[i] = to_global(indices[i]) for i in [begin, end).
 void max_pool_to_global_cpu(int64_t* indices, const PoolIndex& index, int64_t begin, int64_t end);
+// These two skip indices that lead out of the frame's memory, and return where one is, or -1.
 // grad_frame (zeros) += grad_output at indices (global). Accumulates in A.
 template <typename T, typename A>
-void max_pool_scatter_cpu(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
-                          int64_t begin, int64_t end);
+int64_t max_pool_scatter_cpu(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
+                             int64_t begin, int64_t end);
 // out = frame at indices (global).
 template <typename T>
-void max_pool_gather_cpu(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params, int64_t begin,
-                         int64_t end);
+int64_t max_pool_gather_cpu(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params, int64_t begin,
+                            int64_t end);
 
 }  // namespace torchtp::kernels

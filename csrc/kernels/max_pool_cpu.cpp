@@ -41,29 +41,42 @@ void max_pool_to_global_cpu(int64_t* indices, const PoolIndex& index, int64_t be
 }
 
 template <typename T, typename A>
-void max_pool_scatter_cpu(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
-                          int64_t begin, int64_t end) {
+int64_t max_pool_scatter_cpu(const T* grad_output, const int64_t* indices, A* grad_frame, const MaxPoolParams& params,
+                             int64_t begin, int64_t end) {
+  int64_t wrong = -1;
   with_index_type(params.index.global, [&](auto zero) {
     for_each_window(params, begin, end, [&](int64_t out, int64_t base, int64_t step) {
       const int64_t place = params.index.to_frame<decltype(zero)>(indices[out]);
-      grad_frame[base + place * step] += static_cast<A>(grad_output[out]);
+      if (params.reaches<decltype(zero)>(indices[out], place)) {
+        grad_frame[base + place * step] += static_cast<A>(grad_output[out]);
+      } else {
+        wrong = out;
+      }
     });
   });
+  return wrong;
 }
 
 template <typename T>
-void max_pool_gather_cpu(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params, int64_t begin,
-                         int64_t end) {
+int64_t max_pool_gather_cpu(const T* frame, const int64_t* indices, T* out, const MaxPoolParams& params, int64_t begin,
+                            int64_t end) {
+  int64_t wrong = -1;
   with_index_type(params.index.global, [&](auto zero) {
-    for_each_window(params, begin, end, [&](int64_t place, int64_t base, int64_t step) {
-      out[place] = frame[base + params.index.to_frame<decltype(zero)>(indices[place]) * step];
+    for_each_window(params, begin, end, [&](int64_t to, int64_t base, int64_t step) {
+      const int64_t place = params.index.to_frame<decltype(zero)>(indices[to]);
+      if (params.reaches<decltype(zero)>(indices[to], place)) {
+        out[to] = frame[base + place * step];
+      } else {
+        wrong = to;
+      }
     });
   });
+  return wrong;
 }
 
-#define TORCHTP_MAX_POOL(T, A)                                                                              \
-  template void max_pool_scatter_cpu(const T*, const int64_t*, A*, const MaxPoolParams&, int64_t, int64_t); \
-  template void max_pool_gather_cpu(const T*, const int64_t*, T*, const MaxPoolParams&, int64_t, int64_t);
+#define TORCHTP_MAX_POOL(T, A)                                                                                 \
+  template int64_t max_pool_scatter_cpu(const T*, const int64_t*, A*, const MaxPoolParams&, int64_t, int64_t); \
+  template int64_t max_pool_gather_cpu(const T*, const int64_t*, T*, const MaxPoolParams&, int64_t, int64_t);
 TORCHTP_MAX_POOL(float, float)
 TORCHTP_MAX_POOL(double, double)
 TORCHTP_MAX_POOL(c10::BFloat16, float)

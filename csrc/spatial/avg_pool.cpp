@@ -107,7 +107,9 @@ at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const Avg
 
 at::Tensor avg_pool_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes, const PoolParams& params,
                              const AvgPoolDivisor& divisor, const std::vector<Cut>& cuts) {
+  TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool_backward: divisor_override must not be 0");
   const PoolGeometry geometry("avg_pool_backward", input_sizes, params, cuts);
+  geometry.check_backward("avg_pool_backward", input_sizes, grad_output);
   if (geometry.nothing() || grad_output.is_meta()) {
     return geometry.push_frames(at::zeros(geometry.frame_sizes(), grad_output.options()));
   }

@@ -45,10 +45,12 @@ at::Tensor avg_pool_backward_meta(const at::Tensor& grad_output, at::IntArrayRef
                                   bool ceil_mode, bool count_include_pad, std::optional<int64_t> divisor_override,
                                   at::IntArrayRef cut_dims, at::IntArrayRef cut_extents, const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, grad_output.dim());
+  const PoolParams params = make_params(kernel_size, stride, padding, ceil_mode);
   if (planned(cuts)) {
-    return avg_pool_backward(grad_output, input_sizes, make_params(kernel_size, stride, padding, ceil_mode),
-                             {count_include_pad, divisor_override}, cuts);
+    return avg_pool_backward(grad_output, input_sizes, params, {count_include_pad, divisor_override}, cuts);
   }
+  PoolGeometry("avg_pool_backward", input_sizes, params, cuts)
+      .check_backward("avg_pool_backward", input_sizes, grad_output);
   return at::empty(input_sizes, grad_output.options(), grad_output.suggest_memory_format());
 }
 

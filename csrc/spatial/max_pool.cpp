@@ -7,9 +7,11 @@
 #include <ATen/ops/max_pool3d_with_indices.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <limits>
 
 #include "kernels/max_pool.h"
+#include "spatial/checks.h"
 #include "spatial/device.h"
 
 #ifdef TORCHTP_CUDA
@@ -81,7 +83,17 @@ void to_global(const at::Tensor& indices, const kernels::PoolIndex& index) {
 // at:: has no 1-D pooling with a CPU kernel of its own: [C, W] and [N, C, W] become [.., 1, W].
 at::Tensor with_rows(const at::Tensor& tensor, bool one_dim) { return one_dim ? tensor.unsqueeze(-2) : tensor; }
 
+void refuse(const char* op, int64_t wrong, const at::Tensor& indices) {
+  TORCH_CHECK_VALUE(wrong < 0, op, ": an index is that of an element that its window reads, in the global plane, got ",
+                    indices.const_data_ptr<int64_t>()[wrong], "; indices are those that max_pool returned here");
+}
+
 }  // namespace
+
+void check_indices(const char* op, const at::Tensor& indices, const PoolGeometry& geometry, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(indices.scalar_type() == at::kLong, op, ": indices are int64, got ", indices.scalar_type());
+  check_sizes(op, "indices", indices, geometry.output_sizes(), like);
+}
 
 std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolParams& params,
                                             const std::vector<Cut>& cuts) {
@@ -120,6 +132,8 @@ std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolP
 at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& indices, at::IntArrayRef input_sizes,
                              const PoolParams& params, const std::vector<Cut>& cuts) {
   const PoolGeometry geometry("max_pool_backward", input_sizes, params, cuts);
+  geometry.check_backward("max_pool_backward", input_sizes, grad_output);
+  check_indices("max_pool_backward", indices, geometry, grad_output);
   const auto format = indices.suggest_memory_format();
   const at::Tensor places = indices.contiguous(format), dy = grad_output.contiguous(format);
   // Sums of 16-bit gradients are rounded once, at the end: by a device's kernel, where other ranks add nothing.
@@ -148,9 +162,12 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
                      }
 #endif
                      acc_t* const to = grad.mutable_data_ptr<acc_t>();
+                     std::atomic<int64_t> wrong = -1;
                      for_planes(plan, [&](int64_t begin, int64_t end) {
-                       kernels::max_pool_scatter_cpu(from, at, to, plan, begin, end);
+                       const int64_t place = kernels::max_pool_scatter_cpu(from, at, to, plan, begin, end);
+                       if (place >= 0) wrong = place;
                      });
+                     refuse("max_pool_backward", wrong, places);
                    }),
                    AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16);
   }
@@ -160,6 +177,7 @@ at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& in
 at::Tensor max_pool_gather(const at::Tensor& input, const at::Tensor& indices, const PoolParams& params,
                            const std::vector<Cut>& cuts) {
   const PoolGeometry geometry("max_pool_gather", input.sizes(), params, cuts);
+  check_indices("max_pool_gather", indices, geometry, input);
   const auto format = indices.suggest_memory_format();
   const at::Tensor places = indices.contiguous(format);
   const at::Tensor frame = geometry.pull_frames(input, 0).contiguous(format);
@@ -177,9 +195,12 @@ at::Tensor max_pool_gather(const at::Tensor& input, const at::Tensor& indices, c
                      return;
                    }
 #endif
+                   std::atomic<int64_t> wrong = -1;
                    for_planes(plan, [&](int64_t begin, int64_t end) {
-                     kernels::max_pool_gather_cpu(from, at, to, plan, begin, end);
+                     const int64_t place = kernels::max_pool_gather_cpu(from, at, to, plan, begin, end);
+                     if (place >= 0) wrong = place;
                    });
+                   refuse("max_pool_gather", wrong, places);
                  }),
                  AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16);
   return out;

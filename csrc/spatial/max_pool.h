@@ -12,6 +12,9 @@ namespace torchtp::spatial {
 std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& input, const PoolParams& params,
                                             const std::vector<Cut>& cuts);
 
+// Throws where indices are not those of these outputs by their type, sizes and device.
+void check_indices(const char* op, const at::Tensor& indices, const PoolGeometry& geometry, const at::Tensor& like);
+
 // Own rows of the input's gradient. `input_sizes` are the local ones.
 at::Tensor max_pool_backward(const at::Tensor& grad_output, const at::Tensor& indices, at::IntArrayRef input_sizes,
                              const PoolParams& params, const std::vector<Cut>& cuts);

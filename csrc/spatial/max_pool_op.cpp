@@ -55,10 +55,11 @@ at::Tensor max_pool_backward_meta(const at::Tensor& grad_output, const at::Tenso
                                   at::IntArrayRef dilation, bool ceil_mode, at::IntArrayRef cut_dims,
                                   at::IntArrayRef cut_extents, const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, grad_output.dim());
-  if (planned(cuts)) {
-    return max_pool_backward(grad_output, indices, input_sizes,
-                             {kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode}, cuts);
-  }
+  const PoolParams params{kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode};
+  if (planned(cuts)) return max_pool_backward(grad_output, indices, input_sizes, params, cuts);
+  const PoolGeometry geometry("max_pool_backward", input_sizes, params, cuts);
+  geometry.check_backward("max_pool_backward", input_sizes, grad_output);
+  check_indices("max_pool_backward", indices, geometry, grad_output);
   return at::empty(input_sizes, grad_output.options(), indices.suggest_memory_format());
 }
 
@@ -67,10 +68,9 @@ at::Tensor max_pool_gather_meta(const at::Tensor& input, const at::Tensor& indic
                                 bool ceil_mode, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                 const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
-  if (planned(cuts)) {
-    return max_pool_gather(input, indices, {kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode},
-                           cuts);
-  }
+  const PoolParams params{kernel_size.vec(), stride.vec(), padding.vec(), dilation.vec(), ceil_mode};
+  if (planned(cuts)) return max_pool_gather(input, indices, params, cuts);
+  check_indices("max_pool_gather", indices, PoolGeometry("max_pool_gather", input.sizes(), params, cuts), input);
   return at::empty_symint(indices.sym_sizes(), input.options(), indices.suggest_memory_format());
 }
 

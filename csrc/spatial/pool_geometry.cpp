@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "spatial/checks.h"
 #include "spatial/pull.h"
 
 namespace torchtp::spatial {
@@ -17,6 +18,7 @@ void expand(const char* op, const char* name, std::vector<int64_t>& values, size
 PoolGeometry::PoolGeometry(const char* op, at::IntArrayRef input_sizes, PoolParams params, std::vector<Cut> cuts)
     : num_dims_(static_cast<int64_t>(input_sizes.size())), params_(std::move(params)), cuts_(std::move(cuts)) {
   const size_t count = params_.kernel.size();
+  TORCH_CHECK_VALUE(1 <= count && count <= 3, op, ": kernel_size needs one to three entries, got ", count);
   TORCH_CHECK_VALUE(num_spatial() < num_dims_, op, ": kernel_size has ", count, " entries, but the input only ",
                     num_dims_, " dims");
   if (params_.stride.empty()) params_.stride = params_.kernel;
@@ -50,6 +52,11 @@ PoolGeometry::PoolGeometry(const char* op, at::IntArrayRef input_sizes, PoolPara
     frame_sizes_[dim] = frames_[i].size();
     nothing_ |= outputs_[i].empty();
   }
+}
+
+void PoolGeometry::check_backward(const char* op, at::IntArrayRef input_sizes, const at::Tensor& grad_output) const {
+  check_shards(op, input_sizes, cuts_);
+  check_sizes(op, "grad_output", grad_output, output_sizes_, grad_output);
 }
 
 Window PoolGeometry::window(int64_t index) const {

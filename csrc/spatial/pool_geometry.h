@@ -21,6 +21,9 @@ class PoolGeometry {
  public:
   PoolGeometry(const char* op, at::IntArrayRef input_sizes, PoolParams params, std::vector<Cut> cuts);
 
+  // Throws, on this rank alone, where the local sizes are not what it owns.
+  void check_backward(const char* op, at::IntArrayRef input_sizes, const at::Tensor& grad_output) const;
+
   int64_t num_spatial() const { return static_cast<int64_t>(params_.kernel.size()); }
   int64_t first_spatial() const { return num_dims_ - num_spatial(); }
   // By spatial dim (0 = first).

@@ -104,7 +104,7 @@ void check(const Case& drawn, const std::string& name) {
   }
   const kernels::RunOnHost host;
   std::vector<float> scattered(frame.size()), by_each(frame.size(), std::numeric_limits<float>::quiet_NaN());
-  kernels::max_pool_scatter_cpu(t_dy.data(), indices.data(), scattered.data(), p, 0, planes);
+  CHECK(kernels::max_pool_scatter_cpu(t_dy.data(), indices.data(), scattered.data(), p, 0, planes) == -1);
   kernels::run_max_pool_backward(host, t_dy.data(), indices.data(), by_each.data(), p);
   std::vector<float> of_many(frame.size());  // as where elements are too many for Divider
   host.each(
@@ -117,10 +117,20 @@ void check(const Case& drawn, const std::string& name) {
   test::check_close(by_each, gradient, 1e-5, name + ", gradient of each");
 
   std::vector<T> out(dy.size()), of_each(dy.size());
-  kernels::max_pool_gather_cpu(t_frame.data(), indices.data(), out.data(), p, 0, planes);
+  CHECK(kernels::max_pool_gather_cpu(t_frame.data(), indices.data(), out.data(), p, 0, planes) == -1);
   kernels::run_max_pool_gather(host, t_frame.data(), indices.data(), of_each.data(), p);
   test::check_close(out, gathered, 0, name + ", gathered");
   test::check_close(of_each, gathered, 0, name + ", gathered by each");
+
+  // An index that leads out of the frame's memory is found, and nothing is read or written there.
+  for (const int64_t index : {int64_t{-1}, int64_t{1} << 31, int64_t{1} << 32, std::numeric_limits<int64_t>::min()}) {
+    if (indices.empty()) break;
+    auto wrong = indices;
+    const auto place = static_cast<int64_t>(wrong.size() / 2);
+    wrong[place] = index;
+    CHECK(kernels::max_pool_scatter_cpu(t_dy.data(), wrong.data(), scattered.data(), p, 0, planes) == place);
+    CHECK(kernels::max_pool_gather_cpu(t_frame.data(), wrong.data(), out.data(), p, 0, planes) == place);
+  }
 
   auto local = drawn.local;
   kernels::run_max_pool_to_global(host, local.data(), p.index, static_cast<int64_t>(local.size()));
