@@ -197,3 +197,30 @@ def test_mistakes_raise_on_all_ranks(mode, sizes, message):
     with pytest.raises(RanksFailed, match=message) as error:
         run_ranks(refuse, 2, mode, sizes, timeout=30)
     assert sorted(error.value.failures) == [0, 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_sizes_and_scales_that_do_not_fit_are_refused(device):
+    import torchtp  # noqa: F401
+
+    ops, x = torch.ops.torchtp, torch.randn(1, 2, 4, 6, device=device)
+    for scale in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a scale is positive and finite, or 0"):
+            ops.interpolate(x, "linear", [8, 8], [scale, 0.0], False, [], [], [])
+    for sizes in ([1, 2, 4, 3], [1, 3, 4, 6], [1, 2, 4]):
+        grad = torch.randn(sizes, device=device)
+        with pytest.raises(ValueError, match=r"sizes of grad_output are \[1, 2, 8, 8\] here, got"):
+            ops.interpolate_backward(grad, [1, 2, 4, 6], "linear", [8, 8], [0.0, 0.0], False, [], [], [])
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic", "linear-antialias", "cubic-antialias"])
+def test_a_scale_of_almost_nothing_reads_no_row_that_is_not_there(mode):
+    import torchtp  # noqa: F401
+
+    x = torch.rand(1, 2, 5, 7, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        for scale in (1e-12, 1e-300):
+            found = torch.ops.torchtp.interpolate(x.to(dtype), mode, [8, 8], [scale, scale], False, [], [], [])
+            if "antialias" not in mode:
+                last = x.to(dtype)[..., 4:, 6:].expand(1, 2, 7, 7)
+                torch.testing.assert_close(found[..., 1:, 1:], last, msg=f"{dtype}, {scale}")

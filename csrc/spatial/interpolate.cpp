@@ -7,7 +7,10 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
+
 #include "kernels/interpolate.h"
+#include "spatial/checks.h"
 #include "spatial/interpolate_cuda.h"
 #include "spatial/own_taps.h"
 #include "spatial/pull.h"
@@ -22,17 +25,25 @@ struct Axis {
   std::shared_ptr<const OwnTaps> taps;
 };
 
-void check(at::IntArrayRef sizes, const InterpolateParams& params) {
+void check(at::IntArrayRef sizes, const InterpolateParams& params, const std::vector<Cut>& cuts) {
   const int64_t num_spatial = static_cast<int64_t>(sizes.size()) - 2;
   TORCH_CHECK_VALUE(num_spatial >= 1 && static_cast<int64_t>(params.output_size.size()) == num_spatial &&
                         static_cast<int64_t>(params.scales.size()) == num_spatial,
                     "interpolate: a ", sizes.size(), "-dimensional input needs ", num_spatial,
                     " output sizes and scales, got ", params.output_size.size(), " and ", params.scales.size());
+  for (const double scale : params.scales) {
+    TORCH_CHECK_VALUE(scale >= 0 && std::isfinite(scale), "interpolate: a scale is positive and finite, or 0 for that ",
+                      "of the sizes, got ", scale);
+  }
+  for (const Cut& cut : cuts) {
+    TORCH_CHECK_VALUE(cut.dim >= 2, "interpolate: dim ", cut.dim, " is not spatial; cut one of dims 2 to ",
+                      sizes.size() - 1);
+  }
 }
 
 std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& params, const std::vector<Cut>& cuts,
                             const at::TensorOptions& options, bool backward) {
-  check(sizes, params);
+  check(sizes, params, cuts);
   const std::vector<int64_t>& outputs = params.output_size;
   const bool is_cpu = options.device().is_cpu();
   const bool small_image = is_cpu && outputs.size() == 2 && outputs[0] + outputs[1] <= 128 && !backward;
@@ -153,11 +164,21 @@ at::ScalarType working_type(at::ScalarType type) { return type == at::kDouble ? 
 
 std::vector<int64_t> interpolate_sizes(at::IntArrayRef input_sizes, const InterpolateParams& params,
                                        const std::vector<Cut>& cuts) {
-  check(input_sizes, params);
+  check(input_sizes, params, cuts);
   std::vector<int64_t> sizes{input_sizes[0], input_sizes[1]};
   sizes.insert(sizes.end(), params.output_size.begin(), params.output_size.end());
   for (const Cut& cut : cuts) sizes[cut.dim] = owned(sizes[cut.dim], cut.group.size, cut.group.rank).size();
   return sizes;
+}
+
+void check_interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
+                                const InterpolateParams& params, const std::vector<Cut>& cuts) {
+  const char* const op = "interpolate_backward";
+  TORCH_CHECK_VALUE(at::isFloatingType(grad_output.scalar_type()), op, ": needs floating point, got ",
+                    grad_output.scalar_type());
+  const auto sizes = interpolate_sizes(input_sizes, params, cuts);
+  check_shards(op, input_sizes, cuts);
+  check_sizes(op, "grad_output", grad_output, sizes, grad_output);
 }
 
 at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params, const std::vector<Cut>& cuts) {
@@ -182,6 +203,7 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
 
 at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
                                 const InterpolateParams& params, const std::vector<Cut>& cuts) {
+  check_interpolate_backward(grad_output, input_sizes, params, cuts);
   bool as_aten = true;  // ATen's backward of nearest modes rounds otherwise than its forward
 #ifdef TORCHTP_CUDA
   as_aten = !has_interpolate_cuda(grad_output, params);  // kernels have the exact adjoint of their forward

@@ -25,6 +25,10 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
 at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
                                 const InterpolateParams& params, const std::vector<Cut>& cuts);
 
+// Throws where sizes do not fit; the first two are this rank's.
+void check_interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
+                                const InterpolateParams& params, const std::vector<Cut>& cuts);
+
 // Local sizes of the output.
 std::vector<int64_t> interpolate_sizes(at::IntArrayRef input_sizes, const InterpolateParams& params,
                                        const std::vector<Cut>& cuts);

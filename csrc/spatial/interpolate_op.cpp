@@ -37,9 +37,9 @@ at::Tensor interpolate_backward_meta(const at::Tensor& grad_output, at::IntArray
                                      bool align_corners, at::IntArrayRef cut_dims, at::IntArrayRef cut_extents,
                                      const Groups& cut_groups) {
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, grad_output.dim());
-  if (planned(cuts)) {
-    return interpolate_backward(grad_output, input_sizes, {mode, output_size.vec(), scales.vec(), align_corners}, cuts);
-  }
+  const InterpolateParams params{mode, output_size.vec(), scales.vec(), align_corners};
+  if (planned(cuts)) return interpolate_backward(grad_output, input_sizes, params, cuts);
+  check_interpolate_backward(grad_output, input_sizes, params, cuts);
   return at::empty(input_sizes, grad_output.options(), grad_output.suggest_memory_format());
 }
 

@@ -18,6 +18,9 @@
 namespace torchtp::spatial {
 namespace {
 
+// From one output row to the next, in input rows: places fit into 64 bits, however small the scale.
+constexpr double kLargestStep = 1 << 30;
+
 // ATen computes coordinates in the type it accumulates in.
 template <typename T>
 class Coordinates {
@@ -26,7 +29,7 @@ class Coordinates {
     if (align_corners) {
       step_ = out_extent > 1 ? static_cast<T>(in_extent - 1) / (out_extent - 1) : T(0);
     } else {
-      step_ = scale > 0 ? static_cast<T>(1.0 / scale) : static_cast<T>(in_extent) / out_extent;
+      step_ = scale > 0 ? static_cast<T>(std::min(1.0 / scale, kLargestStep)) : static_cast<T>(in_extent) / out_extent;
     }
   }
   T at(int64_t output, bool cubic) const {
@@ -85,7 +88,8 @@ Taps antialiased_taps(int64_t in_extent, int64_t out_extent, double scale, bool 
                       const Filter& filter) {
   const T step = Coordinates<T>(in_extent, out_extent, scale, align_corners).step();
   const T support = step >= 1 ? radius * step : radius, shrink = step >= 1 ? 1 / step : T(1);
-  Taps taps{2 * static_cast<int64_t>(std::ceil(support)) + 1, {}, {}};
+  // No more than there are rows at either side: a scale of almost nothing needs no memory for what is not there.
+  Taps taps{2 * std::min(static_cast<int64_t>(std::ceil(support)), in_extent) + 1, {}, {}};
   std::vector<T> weights;
   for (int64_t o = 0; o < out_extent; ++o) {
     const T center = static_cast<T>(step * (o + 0.5));
@@ -136,7 +140,7 @@ Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scal
                   bool small_image) {
   const auto type = wide || in_extent >= (1 << 24) ? at::kDouble : at::kFloat;
   const auto options = at::TensorOptions().dtype(type);
-  const std::optional<double> given = scale > 0 ? std::optional<double>(scale) : std::nullopt;
+  const auto given = scale > 0 ? std::optional<double>(std::max(scale, 1 / kLargestStep)) : std::nullopt;
   at::Tensor nearest;
   if (backward) {
     const at::Tensor ones = at::ones({1, 1, out_extent}, options);
