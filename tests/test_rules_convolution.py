@@ -101,3 +101,22 @@ def run_images_without_gradient(make, trained):
 )
 def test_second_derivative_where_images_take_no_gradient(make, trained):
     run_ranks(run_images_without_gradient, 2, make, trained)
+
+
+def run_refused():
+    layout = make_layout({"w": 2})
+    image = torch.randn(2, 8, 9, 12)
+    for make in (
+        partial(nn.Conv2d, 8, 8, 3, stride=0, padding=1),
+        partial(nn.Conv2d, 8, 8, 3, stride=0, padding=1, groups=8),
+        partial(nn.ConvTranspose2d, 8, 8, 3, stride=0),
+        partial(torchtp.nn.Conv2d, 8, 8, 3, stride=0, padding=1, padding_mode="circular"),
+    ):
+        with pytest.raises(ValueError, match="stride (and dilation )?must be positive, got"):
+            torchtp.parallelize(make(), layout)(image)
+    with pytest.raises(ValueError, match="dilation must be positive, got"):
+        torchtp.parallelize(nn.Conv2d(8, 8, 3, dilation=0), layout)(image)
+
+
+def test_strides_of_zero_are_refused():
+    run_ranks(run_refused, 2)

@@ -70,3 +70,19 @@ def fold_of_cut_channels():
 
 def test_patches_of_cut_channels_are_folded():
     run_ranks(fold_of_cut_channels, 3, backend="gloo")
+
+
+def refused():
+    mesh = device_mesh_of(W3[0])
+    torchtp.dtensor.mark(mesh, [0])
+    image = distribute_tensor(torch.randn(2, 4, 9, 11), mesh, [Shard(3)], src_data_rank=None)
+    for numbers in ({"stride": 0}, {"dilation": 0}, {"kernel_size": 0}, {"padding": -1}):
+        with pytest.raises(ValueError, match="unfold and fold: kernel size, dilation and stride must be positive"):
+            F.unfold(image, **{"kernel_size": 3, **numbers})
+    for size, step in ((2, 0), (2, -1), (12, 1)):
+        with pytest.raises(ValueError, match="the step must be positive"):
+            image.unfold(3, size, step)
+
+
+def test_patches_without_steps_are_refused():
+    run_ranks(refused, 3, backend="gloo")

@@ -79,14 +79,13 @@ def convolution(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, mesh, placements = arrange(op, input, _not_channels)
     weight = _whole(op, weight)
     bias = None if bias is None else full_of(bias)
-    shape = _output_shape(input.shape, weight.shape, *params)
     cut = cut_of(mesh, placements, input.shape)
     if cut is None:
         output = aten.convolution(local, weight, bias, *params)
     else:
         mark(mesh, cut.axes)
         output = ops.convolution(local, weight, bias, *params, cut.dims, cut.extents, cut.groups)
-    return wrap(output, mesh, placements, shape)
+    return wrap(output, mesh, placements, _output_shape(input.shape, weight.shape, *params))  # after the op's refusals
 
 
 @rule("convolution_backward")

@@ -199,6 +199,10 @@ def windows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, mesh, placements = summed(tensor)
     dim = dim_of(dim, tensor.dim())
     extent = tensor.size(dim)
+    if step <= 0 or not 0 <= size <= extent:
+        raise ValueError(
+            f"unfold: windows of {size} rows, {step} apart, of a dim of {extent}; the step must be positive"
+        )
     count = (extent - size) // step + 1
     shape = torch.Size([*resized(tensor.shape, dim, count), size])
     stride = tensor.stride()

@@ -48,6 +48,12 @@ class _Along:
 
 
 def _alongs(sizes: list[int], params: list[list[int]]) -> list[_Along]:
+    kernel, dilation, padding, stride = params
+    if min(*kernel, *dilation, *stride) <= 0 or min(padding) < 0:
+        raise ValueError(
+            "unfold and fold: kernel size, dilation and stride must be positive and padding not negative, got "
+            f"{kernel}, {dilation}, {stride} and {padding}"
+        )
     return [_Along(*values) for values in zip(sizes, *params, strict=True)]
 
 

@@ -91,6 +91,8 @@ def convolution_padded(
 ) -> DTensor:
     """Convolve a cut image that is padded by `pads` (as F.pad wants them) in `mode`, with plain parameters."""
     stride, dilation, groups = params
+    if min(stride) <= 0 or min(dilation) <= 0:
+        raise ValueError(f"convolution: stride and dilation must be positive, got {list(stride)} and {list(dilation)}")
     local, kept = local_part(torch.ops.aten.convolution.default, input, lambda dim: dim >= 2)
     mesh = input.device_mesh
     axes = axes_of(mesh)
