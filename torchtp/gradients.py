@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +120,10 @@ class GradientReducer:
 
         As `torch.nn.utils.clip_grad_norm_` on the reducer's parameters, but a launch or two for each bucket where CUDA
         gradients lie in their buckets. A norm that is not finite tells that some gradient is not. Not collective: where
-        gradients are reduced, the ranks have the same ones.
+        gradients are reduced, the ranks have the same ones. Raises ValueError for a `max_norm` that is negative or no number.
         """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad_norm_: max_norm is not negative, but it is {max_norm}")
         norm = self._reducer.clip_norm(max_norm)
         return norm if norm is not None else torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
 
@@ -160,7 +162,10 @@ class GradientReducer:
         return self._reducer.bucket_names()
 
     def holds(self, name: str) -> bool:
-        """Whether the gradient of that parameter lies in its bucket."""
+        """Whether the gradient of that parameter lies in its bucket; ValueError if none has the name."""
+        if name not in self.names:
+            known = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
+            raise ValueError(f"holds: {name!r} is no parameter of this reducer, whose names are {known}")
         return self._reducer.holds_gradient(self.names.index(name))
 
 
@@ -168,9 +173,18 @@ def _named(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     """(name, parameter) of every parameter, tied ones once."""
     if isinstance(parameters, torch.nn.Module):
         parameters = parameters.named_parameters()
+    if not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"gradients: parameters are a module, parameters or (name, parameter), not a {type(parameters).__name__}"
+        )
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for index, item in enumerate(parameters):
-        name, parameter = item if isinstance(item, tuple) else (f"parameter {index}", item)
+        name, parameter = item if isinstance(item, tuple) and len(item) == 2 else (f"parameter {index}", item)
+        if not isinstance(name, str) or not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"gradients: parameters are tensors or (name, tensor), but number {index} is a {type(item).__name__}, {item!r}: "
+                "pass a module, module.parameters() or module.named_parameters()"
+            )
         named.setdefault(id(parameter), (name, parameter))
     return list(named.values())
 
@@ -182,22 +196,49 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite the tensors of a module (parameters and buffers), a state_dict or named tensors by those of rank `root` of `group`.
 
-    Tensors of the same dtype and device travel together. Raises ValueError on every rank if shapes or dtypes differ.
+    Tensors of the same dtype and device travel together. Raises ValueError on every rank if shapes or dtypes differ, TypeError
+    on every rank where something is no tensor, as in an optimizer's state_dict.
     """
     if isinstance(source, torch.nn.Module):
-        items: Iterable[tuple[str, Any]] = [*source.named_parameters(), *source.named_buffers()]
+        items: Iterable[Any] = [*source.named_parameters(), *source.named_buffers()]
+    elif isinstance(source, Mapping):
+        items = source.items()
     else:
-        items = source.items() if isinstance(source, Mapping) else source
-    named = [(name, value) for name, value in items if isinstance(value, torch.Tensor)]
-    shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in named]
-    _check_same(shapes, group, "broadcast_parameters", "tensors")
+        items = source if isinstance(source, Iterable) else [("it", source)]
+    named: list[tuple[str, Any]] = [
+        item if isinstance(item, tuple) else (f"parameter {index}", item) for index, item in enumerate(items)
+    ]
+    facts = [
+        (name, tuple(value.shape), str(value.dtype))
+        if isinstance(value, torch.Tensor)
+        else (name, None, type(value).__name__)
+        for name, value in named
+    ]
+    _check_same(facts, group, "broadcast_parameters", "tensors", _refuse_others)
     _broadcast([value for _, value in named], group, root)
+
+
+def _refuse_others(rank: int, facts: list[tuple[str, Any, str]]) -> None:
+    for name, shape, kind in facts:
+        if shape is None:
+            raise TypeError(
+                f"broadcast_parameters takes tensors, but {name!r} of rank {rank} is a {kind}: pass an optimizer to "
+                "broadcast_optimizer_state, other objects to torch.distributed.broadcast_object_list"
+            )
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None, root: int = 0
 ) -> None:
-    """Overwrite an optimizer's state and hyperparameters by those of rank `root` of `group`, also where it has none yet."""
+    """Overwrite an optimizer's state and hyperparameters by those of rank `root` of `group`, also where it has none yet.
+
+    Raises TypeError for what is no optimizer.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"broadcast_optimizer_state takes a torch.optim.Optimizer, but it is a {type(optimizer).__name__}: pass the "
+            "optimizer itself, and a model's state_dict to broadcast_parameters"
+        )
     state = optimizer.state_dict()
     tensors: list[torch.Tensor] = []
     if dist.get_rank(group) == root:
@@ -246,9 +287,13 @@ def _with_tensors(state: Any, tensors: list[torch.Tensor], device: torch.device)
     return state
 
 
-def _check_same(mine: Any, group: dist.ProcessGroup | None, caller: str, what: str) -> None:
+def _check_same(
+    mine: Any, group: dist.ProcessGroup | None, caller: str, what: str, check: Callable[[int, Any], None]
+) -> None:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
+    for rank, theirs in enumerate(gathered):
+        check(rank, theirs)
     for rank, theirs in enumerate(gathered):
         if theirs == gathered[0]:
             continue
