@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchtp.horovod as hvd
-from torchtp.testing import RanksFailed, run_ranks
+from torchtp.testing import run_ranks
 
 
 def _model():
@@ -97,33 +97,3 @@ def test_collectives(backend):
         assert results["strided"].equal(torch.arange(6.0).view(2, 3).t() + 1)
         assert results["parameter"].equal(torch.full((2, 3), 2.0)) and results["parameter"].is_leaf
         assert results["places"] == (rank, rank, 3, 3, True)
-
-
-def _refused(how):
-    hvd.init()
-    optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
-    if how == "op":
-        hvd.DistributedOptimizer(optimizer, op=hvd.Max)
-    elif how == "twice":
-        hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizer))
-    elif how == "compression":
-        hvd.allreduce(torch.ones(2), compression="fp8")
-    elif how == "scalar":
-        hvd.allgather(torch.ones(()))
-    else:
-        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=0)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("op", "op is Average or Sum"),
-        ("twice", "distributed already"),
-        ("passes", "interval is 0"),
-        ("compression", "compression is one of none, fp16, bf16, but it is 'fp8'"),
-        ("scalar", "a tensor of no dims has no dim 0"),
-    ],
-)
-def test_mistakes_are_refused(how, message):
-    with pytest.raises(RanksFailed, match=message):
-        run_ranks(_refused, 2, how)

@@ -1,0 +1,110 @@
+"""`DistributedOptimizer`, and models and optimizers that start alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from torchtp import gradients
+from torchtp.horovod.common import Compression, agreed, check_root, check_started, fault_of
+from torchtp.horovod.reductions import Average, Sum
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
+    """Overwrite a state_dict's or named tensors by those of `root_rank`; see `torchtp.gradients.broadcast_parameters`."""
+    check_started("broadcast_parameters")
+    check_root("broadcast_parameters", root_rank)
+    gradients.broadcast_parameters(params, root=root_rank)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Overwrite an optimizer's state and hyperparameters by those of `root_rank`; TypeError for what is no optimizer."""
+    check_started("broadcast_optimizer_state")
+    check_root("broadcast_optimizer_state", root_rank)
+    gradients.broadcast_optimizer_state(optimizer, root=root_rank)
+
+
+class _Distributed:
+    """Mixed into the class of an optimizer that `DistributedOptimizer` was called on."""
+
+    _reducer: gradients.GradientReducer
+
+    def synchronize(self) -> None:
+        """Reduce gradients that were accumulated since the last reduction, if there are any."""
+        if self._reducer.num_unreduced:
+            self._reducer.reduce()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """For scripts that call `synchronize` before `step`: nothing is done twice anyway."""
+        yield
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """The optimizer's step, on what `synchronize` leaves."""
+        if closure is None:
+            self.synchronize()
+        return super().step(closure)  # type: ignore[misc]
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: str = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = Average,
+) -> Optimizer:
+    """Make gradients of the optimizer's parameters global in every `backward_passes_per_step`-th backward; the optimizer is changed in place and returned.
+
+    Raises ValueError on every rank if the ranks' parameters differ, for an `op` that is not Average or Sum, an optimizer that is distributed
+    already, and `named_parameters` that leave out one of the optimizer's or have a name twice; TypeError for what is no optimizer.
+    """
+    check_started("DistributedOptimizer")
+    named: list[tuple[str, torch.Tensor]] = []
+    agreed(fault_of(lambda: named.extend(_checked(optimizer, named_parameters, op))))
+    reducer = gradients.GradientReducer(named, compression=compression, average=op == Average)
+    reducer.reduce_every(backward_passes_per_step)
+    base = type(optimizer)
+    optimizer.__class__ = type(base.__name__, (_Distributed, base), {})
+    optimizer._reducer = reducer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _checked(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, op: str
+) -> list[tuple[str, torch.Tensor]]:
+    """(name, parameter) of all that the optimizer steps."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"DistributedOptimizer takes a torch.optim.Optimizer, but it is a {type(optimizer).__name__}")
+    if op not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer: op is Average or Sum, but it is {op!r}")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return [(f"parameter {index}", parameter) for index, parameter in enumerate(every)]
+    named = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
+        raise ValueError(
+            "DistributedOptimizer: named_parameters are (name, parameter), as model.named_parameters() gives"
+        )
+    twice = [name for name, times in Counter(name for name, _ in named).items() if times > 1]
+    if twice:
+        raise ValueError(
+            f"DistributedOptimizer: a name in named_parameters is one parameter's, but {', '.join(map(repr, twice))} stands "
+            "there more than once: put a prefix before the names of each model"
+        )
+    known = {id(parameter) for _, parameter in named}
+    unnamed = [parameter for parameter in every if id(parameter) not in known]
+    if unnamed:
+        raise ValueError(
+            f"DistributedOptimizer: named_parameters name all that the optimizer steps, but {len(unnamed)} of {len(every)} "
+            f"have no name, the first of shape {tuple(unnamed[0].shape)}: pass model.named_parameters() of every model, or None"
+        )
+    stepped = {id(parameter) for parameter in every}
+    return [(name, parameter) for name, parameter in named if id(parameter) in stepped]
