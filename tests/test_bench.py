@@ -39,9 +39,37 @@ def test_a_training_step_is_measured_beside_one_process_and_gradients_compared(c
         (["torch.nn:Conv9d", "--shape=1,3,8,8", "--mesh=w=2"], "torch.nn:Conv9d is not there"),
         ([*CONVOLUTION, "--shape=1,5,8,8", "--mesh=w=2"], "rank 0: RuntimeError: Given groups=1"),
         (["torch.nn:ReLU", "--mesh=w=2"], "a network with --shape and --mesh, or none of them"),
+        (["torch.nn:ReLU", "--mesh=w=2", "--shape=1,3,8,8", "--ranks=2"], "--ranks without a network"),
+        (["torch.nn:ReLU", "--mesh=x=2", "--shape=1,3,8,8"], "the mesh has an axis 'x'"),
     ],
-    ids=["name", "shape", "no shape"],
+    ids=["name", "shape", "no shape", "ranks", "axis"],
 )
 def test_what_can_not_be_measured_is_told(arguments, told, capsys):
     assert cli.main(["bench", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "told"),
+    [
+        ("--ranks", "0", "from 1 on, not '0'"),
+        ("--ranks", "-3", "from 1 on, not '-3'"),
+        ("--ranks", "two", "from 1 on, not 'two'"),
+        ("--repeat", "0", "from 1 on, not '0'"),
+        ("--repeat", "-1", "from 1 on, not '-1'"),
+        ("--mesh", "w=0", "at least one rank, but it is 'w=0'"),
+        ("--shape", "1,0,8,8", "extents of a shape are positive, but it is '1,0,8,8'"),
+    ],
+)
+def test_numbers_that_are_none_are_usage(flag, value, told, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", f"{flag}={value}"])
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_functions_refuse_less_than_one():
+    with pytest.raises(ValueError, match="num_ranks is at least 1, but it is 0"):
+        bench.calls(0)
+    with pytest.raises(ValueError, match="repeat is at least 1, but it is -1"):
+        bench.steps("torch.nn:ReLU", [(1, 3, 8, 8)], {"w": 2}, repeat=-1)

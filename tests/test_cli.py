@@ -96,11 +96,25 @@ def test_plan_as_json(capsys):
         ("models:make_network", "1,2,8,8", "w=2", "makes no network: TypeError"),
         ("models:convnext", "1,5,8,8", "w=2", "images of shape"),
         ("models:convnext", "1,2,8,8", "x=2", "axis 'x'"),
+        ("test_cli:Raising", "1,2,8,8", "w=2", "without data fails: KeyError: 'what is not there'"),
+        ("torch.nn:Flatten", "1,2,8,4611686018427387904", "w=2", "without data fails: "),
     ],
 )
 def test_a_plan_that_is_not_possible_is_one_message(network, shape, mesh, message, capsys):
     assert cli.main(["plan", network, "--shape", shape, "--mesh", mesh]) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told
+    assert "frame #" not in told and "Exception raised from" not in told
+
+
+class Raising(torch.nn.Module):
+    def forward(self, x):
+        raise KeyError("what is not there")
+
+
+def test_of_nothing_kept_there_is_no_share(capsys):
+    assert cli.main(["plan", "torch.nn:Identity", "--shape", "1,2,8,8", "--mesh", "w=2", "--details"]) == 0
+    assert "%" not in capsys.readouterr().out
 
 
 def test_a_network_that_takes_arguments_is_planned(capsys):
@@ -111,7 +125,16 @@ def test_a_network_that_takes_arguments_is_planned(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--argument", "3=4"), ("--shape", "1,x"), ("--mesh", "h2"), ("--mesh", "h=two")]
+    ("flag", "value"),
+    [
+        ("--argument", "3=4"),
+        ("--shape", "1,x"),
+        ("--shape", "1,2,-8,8"),
+        ("--mesh", "h2"),
+        ("--mesh", "h=two"),
+        ("--mesh", "h=2,h=3"),
+        ("--mesh", "h=0"),
+    ],
 )
 def test_a_plan_that_is_not_understood_is_usage(flag, value, capsys):
     with pytest.raises(SystemExit) as caught:

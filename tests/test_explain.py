@@ -245,6 +245,20 @@ def test_a_mistake_is_told(shape, mesh, message):
         torchtp.explain(Everything(), shape, mesh)
 
 
+@pytest.mark.parametrize(
+    ("module", "shape", "mesh", "message"),
+    [
+        (3, (1, 2, 8, 8), {"w": 2}, "takes a torch.nn.Module, but the first argument is a int"),
+        (nn.ReLU(), 3, {"w": 2}, "explain takes a shape, .* but it is 3"),
+        (nn.ReLU(), "1,2,8,8", {"w": 2}, "explain takes a shape, .* but it is '1,2,8,8'"),
+        (nn.ReLU(), (1, 2, 8, 8), "h=2", "a dict of sizes, but it is 'h=2'"),
+    ],
+)
+def test_what_is_of_another_type_is_told(module, shape, mesh, message):
+    with pytest.raises(TypeError, match=message):
+        torchtp.explain(module, shape, mesh)
+
+
 def test_a_module_that_looks_at_values_is_told():
     class Peeks(nn.Conv2d):
         def forward(self, x):

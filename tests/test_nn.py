@@ -150,6 +150,18 @@ def test_a_converted_network_can_be_parallelized():
     run_ranks(_converted, 2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, None), "a torch.nn.Module and a torchtp.Layout, but the first is a int"),
+        ((nn.ReLU(), "w=2"), "convert takes a torchtp.Layout, but it is a str"),
+    ],
+)
+def test_what_is_of_another_type_is_not_converted(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        torchtp.nn.convert(*arguments)
+
+
 def test_layers_need_no_process_group_for_plain_tensors():
     torch.manual_seed(0)
     image = torch.randn(2, 2, 7, 9)

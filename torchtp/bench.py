@@ -57,7 +57,12 @@ class StepTime:
 
 
 def calls(num_ranks: int, repeat: int = 20, sizes: Sequence[int] = SIZES) -> list[CallTime]:
-    """Allreduce, allgather, alltoall and messages between neighbours, of fp32, between `num_ranks` processes of this machine."""
+    """Allreduce, allgather, alltoall and messages between neighbours, of fp32, between `num_ranks` processes of this machine.
+
+    Raises ValueError for less than one rank or repetition.
+    """
+    _check_positive("num_ranks", num_ranks)
+    _check_positive("repeat", repeat)
     per_rank = _on_ranks(_time_calls, num_ranks, repeat, tuple(sizes))
     return [CallTime(op, size, *map(_slowest, zip(*each, strict=True))) for (op, size), each in _by_key(per_rank)]
 
@@ -73,13 +78,24 @@ def steps(
 ) -> StepTime:
     """Training steps of what "package.module:callable" makes of the arguments, on random images of these shapes a data rank.
 
-    Raises ValueError if there is no such network, or it does not take them.
+    Raises ValueError if there is no such network, or it does not take them, for an axis that is none, and for less than one
+    rank or repetition.
     """
+    for axis, size in mesh.items():
+        if axis not in DIMS and axis != "data":
+            raise ValueError(f"the mesh has an axis {axis!r}: give sizes of h, w, d (they cut H, W, D) and data")
+        _check_positive(f"the size of axis {axis!r}", size)
+    _check_positive("repeat", repeat)
     named.made(network, arguments or {})  # which may be a ValueError: here, not on all ranks
     work = (network, dict(arguments or {}), [tuple(shape) for shape in shapes], dict(mesh), dtype, repeat)
     per_rank = _on_ranks(_time_steps, math.prod(mesh.values()), *work)
     one, several, difference = zip(*per_rank, strict=True)
     return StepTime(dict(mesh), _slowest(one), _slowest(several), max(difference) if mesh.get("data", 1) == 1 else None)
+
+
+def _check_positive(what: str, number: int) -> None:
+    if number < 1:
+        raise ValueError(f"{what} is at least 1, but it is {number}")
 
 
 def _slowest(per_rank: Sequence[Sequence[float]]) -> float:

@@ -133,16 +133,35 @@ def plan(
 
 def _mesh(text: str) -> dict[str, int]:
     try:
-        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError:
         raise argparse.ArgumentTypeError(f"a mesh is written as h=2,w=2 or data=2,w=4, not {text!r}") from None
+    mesh = dict(pairs)
+    if len(mesh) < len(pairs):
+        raise argparse.ArgumentTypeError(f"an axis of a mesh has one size, but one stands twice in {text!r}")
+    if min(mesh.values()) < 1:
+        raise argparse.ArgumentTypeError(f"an axis of a mesh has at least one rank, but it is {text!r}")
+    return mesh
 
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(extent) for extent in text.split(","))
+        shape = tuple(int(extent) for extent in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"a shape is written as 1,3,2160,3840, not {text!r}") from None
+    if min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"extents of a shape are positive, but it is {text!r}")
+    return shape
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is a whole number from 1 on, not {text!r}")
+    return number
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -188,10 +207,16 @@ def _show_bench(arguments: argparse.Namespace) -> int:
     if (arguments.network is None) != (not arguments.mesh) or (arguments.network is None) != (not arguments.shape):
         print("torchtp: bench takes a network with --shape and --mesh, or none of them", file=sys.stderr)
         return 2
-    repeat = {"repeat": arguments.repeat} if arguments.repeat else {}
+    if arguments.network is not None and arguments.ranks is not None:
+        print(
+            "torchtp: bench takes --ranks without a network: with one, --mesh says how many they are", file=sys.stderr
+        )
+        return 2
+    ranks = 2 if arguments.ranks is None else arguments.ranks
+    repeat = {} if arguments.repeat is None else {"repeat": arguments.repeat}
     try:
         if arguments.network is None:
-            measured: list[Any] = bench.calls(arguments.ranks, **repeat)
+            measured: list[Any] = bench.calls(ranks, **repeat)
         else:
             kind = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
             work: dict[str, Any] = {"arguments": dict(arguments.argument), "dtype": kind, **repeat}
@@ -202,7 +227,7 @@ def _show_bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([dataclasses.asdict(each) for each in measured], indent=1))
     elif arguments.network is None:
-        print(f"Between {arguments.ranks} processes of this machine, fp32\n{tables.of_call_times(measured)}")
+        print(f"Between {ranks} processes of this machine, fp32\n{tables.of_call_times(measured)}")
     else:
         print(
             f"A training step on this machine's {len(os.sched_getaffinity(0))} cores\n{tables.of_step_times(measured)}"
@@ -219,7 +244,7 @@ def _show_trace(arguments: argparse.Namespace) -> int:
         print(f"torchtp: {error}", file=sys.stderr)
         return 2
     print("\n".join(map(parting.told, partings)) or "no process group stands in these files")
-    return 1 if any(one.is_found for one in partings) else 0
+    return 1 if any(one.is_found or one.absent for one in partings) else 0
 
 
 def _write_timeline(arguments: argparse.Namespace) -> int:
@@ -292,10 +317,10 @@ def parser() -> argparse.ArgumentParser:
         epilog="examples: torchtp bench --ranks 4;  torchtp bench torchvision.models:resnet50 --shape 2,3,512,512 --mesh w=2",
     )
     _take_network(command, optional=True)
+    command.add_argument("--ranks", type=_positive, help="without a network: how many processes (default: 2)")
     command.add_argument(
-        "--ranks", type=int, default=2, help="without a network: how many processes (default: %(default)s)"
+        "--repeat", type=_positive, help="measurements of each figure (default: 20, of training steps 5)"
     )
-    command.add_argument("--repeat", type=int, help="measurements of each figure (default: 20, of training steps 5)")
     command.add_argument("--json", action="store_true", help="print every number as JSON instead of a table")
     command.set_defaults(run=_show_bench)
     command = commands.add_parser(
@@ -305,7 +330,7 @@ def parser() -> argparse.ArgumentParser:
         "they are not at one: who called something else, who has not called it, who has not come through; the same for exchanges of "
         "halos; and messages that found no partner. Traces are "
         "written by jobs with TORCHTP_TRACE=PATH, when a group fails or the job is ended by SIGTERM. Exits with 0 if all "
-        "ranks agree, 1 if not, 2 if a file is no trace.",
+        "ranks agree, 1 if not or a rank's file is missing, 2 if a file is no trace. Ranks are those of the job, as in the files' names.",
         epilog="example: torchtp trace run7.rank*.jsonl",
     )
     command.add_argument("file", nargs="+", metavar="FILE", help="PATH.rank0.jsonl, PATH.rank1.jsonl, ...")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,8 +153,11 @@ def explain(
     stays in training or evaluation mode, as it is.
 
     Raises ValueError for an unknown axis, a shape without the dims that are cut, a module that is parallelized already,
-    does not take such images, or needs to know its tensors' values (`if x.max() > 0`).
+    does not take such images, or needs to know its tensors' values (`if x.max() > 0`); TypeError for what is no module,
+    shape or mesh.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"explain takes a torch.nn.Module, but the first argument is a {type(module).__name__}")
     shapes = _checked_shapes(shape)
     axes, dims = _checked_mesh(mesh, shapes)
     if any(is_parallelized(part) for part in module.modules()):
@@ -189,6 +193,8 @@ def explain(
 
 
 def _checked_shapes(shape: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"explain takes a shape, as (1, 3, 512, 512), or a list of such, but it is {shape!r}")
     several = any(isinstance(each, Sequence) for each in shape)
     given: Sequence[Any] = shape if several else [shape]
     shapes = tuple(tuple(each) if isinstance(each, Sequence) else () for each in given)
@@ -202,6 +208,8 @@ def _checked_shapes(shape: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tup
 def _checked_mesh(
     mesh: Mapping[str, int], shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[dict[str, int], dict[str, int]]:
+    if not isinstance(mesh, Mapping):
+        raise TypeError(f'explain takes a mesh as {{"h": 2, "w": 2}}, a dict of sizes, but it is {mesh!r}')
     for name, size in mesh.items():
         if name not in DIMS and name != "data":
             raise ValueError(f"the mesh has an axis {name!r}: give sizes of h, w, d (they cut H, W, D) and data")
@@ -238,13 +246,19 @@ def _rehearsed(
 ) -> Counts:
     try:
         return rehearse(without_data(module, cast), shapes, kind, axes, dims, coordinates)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except Exception as error:  # of the module's author, whatever it is
         where = "cut" if axes else "whole"
         what = ", ".join(map(str, shapes))
         raise ValueError(
-            f"a step of {type(module).__name__} on {where} images of shape {what} without data fails: {error}\nIt must "
+            f"a step of {type(module).__name__} on {where} images of shape {what} without data fails: {_said(error)}\nIt must "
             "take such images, and neither ask for values of its tensors nor name a device"
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """Kind and text of an error, without torch's stack frames."""
+    text = re.split(r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame #\d)", str(error))[0].strip()
+    return f"{type(error).__name__}: {text}"
 
 
 def _gathers(counts: Iterable[Counts]) -> tuple[Gather, ...]:

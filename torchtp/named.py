@@ -25,6 +25,8 @@ def made(network: str, arguments: Mapping[str, Any]) -> torch.nn.Module:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{network} is not there: {error}") from error
+    except Exception as error:  # of the author of what is imported
+        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     if callable(found) and not isinstance(found, torch.nn.Module):
         try:
             found = found(**arguments)

@@ -31,14 +31,16 @@ def compared(told: Sequence[Explanation]) -> str:
         "gathers",
         "gathered",
     )
-    rows = [("one device", "1", as_bytes(first.single_bytes), "100.0%", "", "", "", "", "")]
+    rows = [
+        ("one device", "1", as_bytes(first.single_bytes), "100.0%" if first.single_bytes else "", "", "", "", "", "")
+    ]
     for each in told:
         rows.append(
             (
                 as_mesh(each.mesh),
                 str(math.prod(each.mesh.values())),
                 as_bytes(each.kept_bytes),
-                f"{each.share:.1%}",
+                f"{each.share:.1%}" if each.single_bytes else "",
                 as_bytes(each.exchanged_bytes),
                 str(each.num_exchanges),
                 str(each.num_collectives),
@@ -156,7 +158,11 @@ def _lines(told: Explanation) -> Iterator[str]:
     yield ""
     rows = [
         ("kept for backward, one device", as_bytes(told.single_bytes), ""),
-        ("kept for backward, fullest rank", as_bytes(told.kept_bytes), f"{told.share:.1%} of it"),
+        (
+            "kept for backward, fullest rank",
+            as_bytes(told.kept_bytes),
+            f"{told.share:.1%} of it" if told.single_bytes else "",
+        ),
         ("halos a rank sends", as_bytes(told.exchanged_bytes), f"in {told.num_exchanges} exchanges"),
         ("sums, statistics, gathers", as_bytes(told.collective_bytes), f"in {told.num_collectives} collectives"),
         ("gradients averaged", as_bytes(told.gradient_bytes), f"over {ranks} ranks"),

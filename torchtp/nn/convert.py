@@ -19,8 +19,18 @@ def convert(model: Module, layout: Layout) -> Module:
     Parameters, buffers, hooks and names stay. So do layers of other classes, except those called LayerNorm2d that are
     LayerNorms over channels. Parameters and buffers are broadcast from the first rank of `layout.group`.
 
-    Raises ValueError on all ranks where their parameters differ or are not on the layout's devices.
+    Raises ValueError on all ranks where their parameters differ or are not on the layout's devices; TypeError for what
+    is no module or no Layout.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"convert takes a torch.nn.Module and a torchtp.Layout, but the first is a {type(model).__name__}"
+        )
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"convert takes a torchtp.Layout, but it is a {type(layout).__name__}: "
+            'torchtp.Layout(mesh, {"w": -1}) says which axis of a mesh cuts which dim'
+        )
     equality.make_equal(model, layout)
     variants = _variants()
     for module in model.modules():
