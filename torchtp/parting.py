@@ -20,12 +20,14 @@ class Parting:
     """One process group: the first call and the first exchange of halos on which its ranks are not at one, if any."""
 
     group: str
-    size: int
-    ranks: dict[int, RankTrace]
+    members: tuple[int, ...]  # the global ranks, by which all are told: so are files named
+    ranks: dict[int, RankTrace]  # by rank in the group
     sequence: int | None  # of that call
     differs: bool  # ranks called different things; otherwise some have not called it, or not finished it
     halo: int | None  # the sequence number of an exchange that some have not come through
     unmatched: list[str]  # messages that found no partner, a line each
+    absent: list[int]  # global ranks of which there is no file
+    outside: list[int]  # global ranks of which there is a file, without this group
 
     @property
     def is_found(self) -> bool:
@@ -33,9 +35,9 @@ class Parting:
         return self.sequence is not None or self.halo is not None or bool(self.unmatched)
 
     @property
-    def absent(self) -> list[int]:
-        """Ranks of which there is no trace."""
-        return [rank for rank in range(self.size) if rank not in self.ranks]
+    def size(self) -> int:
+        """Of the group."""
+        return len(self.members)
 
 
 def read(paths: Iterable[str | Path]) -> list[Parting]:
@@ -43,7 +45,9 @@ def read(paths: Iterable[str | Path]) -> list[Parting]:
 
     Raises ValueError for a file that is no trace of torchtp, OSError for one that cannot be read.
     """
-    return [_part(name, len(members), ranks) for (name, members), ranks in recorded.read(paths).items()]
+    groups = recorded.read(paths)
+    given = {trace.global_rank for ranks in groups.values() for trace in ranks.values()}
+    return [_part(name, members, ranks, given) for (name, members), ranks in groups.items()]
 
 
 def _agreement(call: dict[str, Any]) -> tuple[Any, ...]:
@@ -51,11 +55,13 @@ def _agreement(call: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(call[name] for name in names)
 
 
-def _part(group: str, size: int, ranks: dict[int, RankTrace]) -> Parting:
+def _part(group: str, members: tuple[int, ...], ranks: dict[int, RankTrace], given: set[int]) -> Parting:
     sequence, differs = _first([trace.calls for trace in ranks.values()], _agreement)
     # Each rank sees its own share of an exchange.
     halo, _ = _first([trace.halos for trace in ranks.values()], lambda call: (call["op"],))
-    return Parting(group, size, ranks, sequence, differs, halo, unmatched.of(ranks))
+    absent = [rank for rank in members if rank not in given]
+    outside = [member for rank, member in enumerate(members) if rank not in ranks and member in given]
+    return Parting(group, members, ranks, sequence, differs, halo, unmatched.of(ranks, members), absent, outside)
 
 
 def _first(
@@ -82,58 +88,71 @@ def told(parting: Parting) -> str:
 def _lines(parting: Parting) -> Iterator[str]:
     ranks = parting.ranks
     compared = min((trace.last for trace in ranks.values()), default=-1) + 1
-    yield f"group {parting.group!r}, {parting.size} ranks"
+    whole = parting.members == tuple(range(parting.size))
+    yield f"group {parting.group!r}, {parting.size} ranks" + ("" if whole else f": {_rank_list(parting.members)}")
     if parting.absent:
-        yield f"  no trace of {_rank_list(parting.absent)}: pass their files too, or they were killed"
+        yield (
+            f"  no trace of {_rank_list(parting.absent)}: pass their files too (PATH.rank{parting.absent[0]}.jsonl), or they "
+            "were killed"
+        )
+    if parting.outside:
+        yield f"  not in the file of {_rank_list(parting.outside)}: the group was left there, or not yet made"
     if not parting.is_found:
-        yield f"  all agree: {compared} calls, the last on every rank is done"
+        known = [parting.members[rank] for rank in sorted(parting.ranks)]
+        if len(known) == 1 < parting.size:
+            yield f"  {_rank_list(known)}: {compared} calls, the last is done; there is no other rank to compare with"
+        elif len(known) < parting.size:
+            yield f"  {_rank_list(known)} agree: {compared} calls, the last on each is done"
+        else:
+            yield f"  all agree: {compared} calls, the last on every rank is done"
         return
     if parting.sequence is not None:
         yield f"  they part at call #{parting.sequence}: " + (
             "they do not call the same" if parting.differs else "not every rank has come through it"
         )
-        yield from _states(ranks, parting.sequence, "calls")
+        yield from _states(parting, parting.sequence, "calls")
     if parting.halo is not None:
         yield f"  they part at exchange of halos #{parting.halo}: not every rank has come through it"
-        yield from _states(ranks, parting.halo, "halos")
+        yield from _states(parting, parting.halo, "halos")
     if parting.unmatched:
         yield "  messages without a partner:"
         yield from (f"  {line}" for line in parting.unmatched)
     for trace in sorted(ranks.values(), key=lambda trace: trace.rank):
         if trace.error:
-            yield f"  the first error on rank {trace.rank}: {trace.error.splitlines()[0]}"
+            yield f"  the first error on rank {trace.global_rank}: {trace.error.splitlines()[0]}"
             break
 
 
-def _states(ranks: dict[int, RankTrace], number: int, kind: str) -> Iterator[str]:
+def _states(parting: Parting, number: int, kind: str) -> Iterator[str]:
     told_of: dict[str, list[int]] = {}
-    for rank, trace in sorted(ranks.items()):
-        told_of.setdefault(_state(trace, getattr(trace, kind), number), []).append(rank)
+    for rank, trace in sorted(parting.ranks.items()):
+        state = _state(trace, getattr(trace, kind), number, parting.members)
+        told_of.setdefault(state, []).append(parting.members[rank])
     for what, who in told_of.items():
         yield f"  {_rank_list(who)}: {what}"
 
 
-def _state(trace: RankTrace, calls: dict[int, dict[str, Any]], number: int) -> str:
+def _state(trace: RankTrace, calls: dict[int, dict[str, Any]], number: int, members: tuple[int, ...]) -> str:
     call = calls.get(number)
     if call is None:
         last = max(calls, default=-1)
         if last < 0:
             return "has called nothing"
-        return f"has not called it; the last was #{last} {describe(calls[last])}, {calls[last]['state']}"
+        return f"has not called it; the last was #{last} {describe(calls[last], members)}, {calls[last]['state']}"
     since = ""
     if call["state"] in ("queued", "running"):
         begun = call["started_ns"] if call["state"] == "running" else call["called_ns"]
         since = f" for {(trace.now_ns - begun) * 1e-9:.1f} s"
-    return f"{describe(call)}, {call['state']}{since}"
+    return f"{describe(call, members)}, {call['state']}{since}"
 
 
-def describe(call: dict[str, Any]) -> str:
-    """A call in words: "allreduce(SUM, Float, 25 elements)", "halo(1,024 bytes)"."""
+def describe(call: dict[str, Any], members: tuple[int, ...]) -> str:
+    """A call in words: "allreduce(SUM, Float, 25 elements)", "halo(1,024 bytes)"; `members` are the group's global ranks."""
     if call["op"] == "halo":
         return f"halo({call['bytes']:,} bytes)"
     parts = [call["reduce_op"], call["dtype"] if call["elements"] else "", f"{call['elements']:,} elements"]
     if call["root"] >= 0:
-        parts.append(f"root {call['root']}")
+        parts.append(f"root {members[call['root']]}")
     inside = ", ".join(part for part in parts if part) if call["op"] != "barrier" else ""
     return f"{call['op']}({inside})"
 

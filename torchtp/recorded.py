@@ -44,9 +44,11 @@ def read(paths: Iterable[str | Path]) -> dict[Group, dict[int, RankTrace]]:
 
 
 def _read_one(path: Path) -> list[tuple[Group, RankTrace]]:
-    lines = path.read_text().splitlines()
+    data = path.read_bytes()
     try:
-        head, *rest = [json.loads(line) for line in lines]
+        if not data.strip():
+            raise ValueError("it is empty")
+        head, *rest = [json.loads(line) for line in data.decode().splitlines()]
         if head["torchtp_trace"] != 1:
             raise ValueError(f"it is of version {head['torchtp_trace']}")
         found: list[tuple[Group, RankTrace]] = []

@@ -90,7 +90,7 @@ def _of_rank(group: Group, trace: RankTrace, first_row: int, shift: int) -> Iter
         end = trace.now_ns if call["state"] in _UNFINISHED else max(begin, call["ended_ns"])
         event = {"name": _title(call, members), "cat": kind, "pid": pid, "tid": rows[kind], "ts": (begin + shift) / 1e3}
         told = {
-            "call": describe(call),
+            "call": describe(call, members),
             "number": call.get("number", call["sequence"]),
             "bytes": call["bytes"],
             "queued_us": (begin - call["called_ns"]) / 1e3,

@@ -20,13 +20,24 @@ def write_to(path: str | os.PathLike[str], signals: Iterable[int] = (signal.SIGT
     """Write this rank's last calls to `path`.rank<global rank>.jsonl on the first error of a group and on the signals.
 
     After the dump a signal does what it would have done without it. An empty `path` ends it.
-    Raises nothing: a file that cannot be written is told on stderr when it is tried.
+    A file that cannot be written is told on stderr when it is tried. Raises ValueError for a signal that is none or that
+    no process can catch (SIGKILL, SIGSTOP).
     """
-    calls.write_to(os.fspath(path), [int(number) for number in signals] if os.fspath(path) else [])
+    numbers = [int(number) for number in signals]
+    for number in numbers:
+        if number not in signal.valid_signals() or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError(
+                f"write_to: signals are those that a process can catch, but {number} is SIGKILL, SIGSTOP or none: SIGTERM is "
+                "what torchrun sends"
+            )
+    calls.write_to(os.fspath(path), numbers if os.fspath(path) else [])
 
 
 def dump(path: str | os.PathLike[str] = "", reason: str = "asked for") -> str:
-    """Write this rank's last calls now; returns the file's name, "" when there is nothing or nowhere to write."""
+    """Write this rank's last calls now; returns the file's name.
+
+    "" when there is nothing or nowhere to write, or the file cannot be written, which stderr tells with the reason.
+    """
     return calls.dump(reason, os.fspath(path))
 
 

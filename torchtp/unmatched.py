@@ -11,16 +11,17 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-def of(ranks: Mapping[int, RankTrace]) -> list[str]:
+def of(ranks: Mapping[int, RankTrace], members: tuple[int, ...]) -> list[str]:
     """A line for each receive that nobody sent, each send that nobody asked for, and each pair of unequal sizes.
 
     A message that is under way between two ranks is no finding, nor is one that its sender has handed over and nobody has
-    asked for yet. Ranks without a trace are taken to have done their part.
+    asked for yet. Ranks without a trace are taken to have done their part. `ranks` go by their number in the group, whose
+    global ranks `members` are: by these they are told.
     """
-    return [line for rank in sorted(ranks) for line in _of_rank(rank, ranks)]
+    return [line for rank in sorted(ranks) for line in _of_rank(rank, ranks, members)]
 
 
-def _of_rank(rank: int, ranks: Mapping[int, RankTrace]) -> Iterator[str]:
+def _of_rank(rank: int, ranks: Mapping[int, RankTrace], members: tuple[int, ...]) -> Iterator[str]:
     mine = ranks[rank]
     sent: dict[tuple[int, int], list[Message]] = {}  # to this rank, by peer and tag
     asked: dict[tuple[int, int], list[Message]] = {}  # of this rank
@@ -41,10 +42,10 @@ def _of_rank(rank: int, ranks: Mapping[int, RankTrace]) -> Iterator[str]:
                 found = partners[key].pop(0)
                 break
         if found is None:
-            yield f"{_told(mine, message)}: {_lack(message, peers, rank, ranks)}"
+            yield f"{_told(mine, message, members)}: {_lack(message, peers, rank, ranks, members)}"
         elif found["bytes"] != message["bytes"]:
             verb = "asked for" if sends else "sent"
-            yield f"{_told(mine, message)}: rank {peer} {verb} {found['bytes']:,} bytes"
+            yield f"{_told(mine, message, members)}: rank {members[peer]} {verb} {found['bytes']:,} bytes"
 
 
 def _sent(sender: RankTrace, receiver: RankTrace, tag: int) -> list[Message]:
@@ -70,14 +71,16 @@ def _is(message: Message, op: str, peer: int, tag: int) -> bool:
     return (message["op"] == "send") == (op == "send") and message["peer"] == peer and message["tag"] == tag
 
 
-def _told(trace: RankTrace, message: Message) -> str:
+def _told(trace: RankTrace, message: Message, members: tuple[int, ...]) -> str:
     since = ""
     if message["state"] == "running":
         since = f" for {(trace.now_ns - message['called_ns']) * 1e-9:.1f} s"
-    return f"rank {trace.rank}: {describe(message)}, {message['state']}{since}"
+    return f"rank {trace.global_rank}: {describe(message, members)}, {message['state']}{since}"
 
 
-def _lack(message: Message, peers: list[int], rank: int, ranks: Mapping[int, RankTrace]) -> str:
+def _lack(
+    message: Message, peers: list[int], rank: int, ranks: Mapping[int, RankTrace], members: tuple[int, ...]
+) -> str:
     if message["op"] != "send" and len(peers) != 1:
         return "nobody has sent it"
     peer, sends = peers[0], message["op"] == "send"
@@ -85,13 +88,14 @@ def _lack(message: Message, peers: list[int], rank: int, ranks: Mapping[int, Ran
     before = [one for one in ranks[peer].messages if (one["op"] == "send") != sends and one["peer"] in (rank, -1)]
     if not before:
         verb = "asked it for" if sends else "sent it"
-        return f"rank {peer} has {verb} nothing"
+        return f"rank {members[peer]} has {verb} nothing"
     what = "has not asked for it" if sends else "has not sent it"
-    return f"rank {peer} {what}; its last {opposite} was {describe(before[-1])}, {before[-1]['state']}"
+    last = describe(before[-1], members)
+    return f"rank {members[peer]} {what}; its last {opposite} was {last}, {before[-1]['state']}"
 
 
-def describe(message: Message) -> str:
-    """A message in words: "recv(Float, 4 elements, tag 7) from rank 2"."""
-    peer = f"rank {message['peer']}" if message["peer"] >= 0 else "any rank"
+def describe(message: Message, members: tuple[int, ...]) -> str:
+    """A message in words: "recv(Float, 4 elements, tag 7) from rank 2"; `members` are the group's global ranks."""
+    peer = f"rank {members[message['peer']]}" if message["peer"] >= 0 else "any rank"
     name, way = ("send", "to") if message["op"] == "send" else ("recv", "from")
     return f"{name}({message['dtype']}, {message['elements']:,} elements, tag {message['tag']}) {way} {peer}"
