@@ -59,3 +59,21 @@ def test_another_call_in_its_place_is_told_as_a_mismatch_and_strangers_pass():
 def test_gloo_answers_to_the_same_call():
     first, second = run_ranks(_without, 2, [1], False, backend="gloo", fresh=True)
     assert "Rank 1 failed to pass monitoredBarrier in 3500 ms" in first and second is None
+
+
+def _impatient():
+    messages = []
+    for timeout in (-1, 0.0, datetime.timedelta(seconds=-2)):
+        try:
+            torchtp.monitored_barrier(timeout=timeout)
+        except ValueError as error:
+            messages.append(str(error))
+    torchtp.monitored_barrier(timeout=30)
+    return messages
+
+
+def test_a_timeout_is_positive():
+    for messages in run_ranks(_impatient, 2, backend="torchtp"):
+        assert [text.split(":")[1] for text in messages] == [
+            f" timeout must be positive, not {s} s" for s in (-1, 0, -2)
+        ]

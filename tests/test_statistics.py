@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import torchtp
-from torchtp import _C
+from torchtp import _C, statistics
 from torchtp.testing import run_ranks
 
 
@@ -43,6 +43,16 @@ def _counts():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_calls_are_counted_by_op_and_size(size):
     run_ranks(_counts, size, backend="torchtp")
+
+
+def test_no_quantile_lies_outside_of_what_there_was():
+    """Quantiles are of classes of durations, of which the middle may."""
+    names = ("total_ns", "queued_ns", "waited_ns", "shortest_ns", "median_ns", "late_ns", "longest_ns")
+    row = {"op": "allreduce", "most_bytes": 64, "count": 2, "failed": 0, "num_bytes": 128}
+    row |= dict(zip(names, (8_500_000, 0, 0, 4_100_000, 4_700_000, 4_000_000, 4_400_000), strict=True))
+    told = statistics._group({"group": "g", "rank": 0, "size": 1, "global_ranks": [0], "rows": [row], "waited_ns": []})
+    (call,) = told.calls
+    assert (call.median_s, call.late_s) == (call.longest_s, call.shortest_s)
 
 
 def _waits():

@@ -125,6 +125,7 @@ def monitored_barrier(
     Raises torch.distributed.DistBackendError on the ranks that came if one has not within `timeout` (a timedelta or
     seconds; by default the group's). Rank 0 names the first that is missing, or all with `wait_all_ranks`. The group
     has ended then, and every later call on it raises too. On a rank outside of `group` it does nothing.
+    Raises ValueError for a timeout that is not positive.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
@@ -135,6 +136,10 @@ def monitored_barrier(
         return
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=timeout)
+    if timeout <= datetime.timedelta(0):
+        raise ValueError(
+            f"monitored_barrier: timeout must be positive, not {timeout.total_seconds():g} s: leave it out for the group's"
+        )
     group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
 

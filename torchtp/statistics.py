@@ -77,6 +77,8 @@ def _group(told: dict) -> GroupStatistics:
     rows = []
     for row in told["rows"]:
         figures = {key.replace("_ns", "_s"): value * 1e-9 for key, value in row.items() if key.endswith("_ns")}
+        for name in ("median_s", "late_s"):  # middles of classes of durations, which may lie outside of what there was
+            figures[name] = min(max(figures[name], figures["shortest_s"]), figures["longest_s"])
         rows.append(CallStatistics(**{key: row[key] for key in row if not key.endswith("_ns")}, **figures))
     rows.sort(key=lambda row: (row.op, row.most_bytes))
     return GroupStatistics(
