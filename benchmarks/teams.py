@@ -7,6 +7,7 @@ comes, so that the teams that are not asked use no core. Commands and answers ar
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import resource
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import measure, run_ranks
+from benchmarks.common import measure, positive, run_ranks
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "benchmarks"
@@ -233,5 +234,13 @@ def _serve(folder: str) -> None:
             print(answer, file=answers, flush=True)
 
 
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("size", type=positive, help="number of ranks")
+    flags.add_argument("folder", help="where the ranks' pipes in<rank> and out<rank> are, which a Team makes")
+    args = flags.parse_args()
+    run_ranks(_serve, args.size, args.folder)
+
+
 if __name__ == "__main__":
-    run_ranks(_serve, int(sys.argv[1]), sys.argv[2])
+    main()

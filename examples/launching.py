@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,46 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtp
 
 
+def positive_int(text: str) -> int:
+    """A number of steps or samples, for argparse."""
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is a whole number from 1 on, not {text!r}")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """A factor or a rate, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"it is a positive number, not {text!r}")
+    return number
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The mesh "data=2,w=4", for argparse."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in ("data", "h", "w") or not size.isdecimal() or int(size) < 1 or name in sizes:
+            raise argparse.ArgumentTypeError(
+                f"a mesh is sizes of the axes data, h and w, each once, as data=2,w=4, not {text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def image_shape(text: str) -> tuple[int, ...]:
+    """The shape "1,3,512,1024", for argparse."""
+    parts = text.split(",")
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"a shape is four positive sizes N,C,H,W, as 1,3,512,1024, not {text!r}")
+    return tuple(map(int, parts))
+
+
 def start_process_group(backend: str) -> None:
     """Joins the ranks that torchrun started; a plain `python` is a group of one."""
     if "RANK" in os.environ:
@@ -21,17 +62,13 @@ def start_process_group(backend: str) -> None:
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
 
 
-def make_layout(mesh_flag: str | None, device: str = "cpu") -> torchtp.Layout:
+def make_layout(mesh_flag: dict[str, int] | None, device: str = "cpu") -> torchtp.Layout:
     """The mesh of --mesh as a Layout; a spatial axis of size 1 is an axis too."""
     world = dist.get_world_size()
-    sizes = {"w": world}
-    if mesh_flag:
-        sizes = {name: int(size) for name, _, size in (part.partition("=") for part in mesh_flag.split(","))}
-        unknown = set(sizes) - {"data", "h", "w"}
-        if unknown:
-            sys.exit(f"--mesh {mesh_flag}: unknown axis {sorted(unknown)[0]!r}; the axes are data, h and w")
-        if torch.Size(sizes.values()).numel() != world:
-            sys.exit(f"--mesh {mesh_flag} needs {torch.Size(sizes.values()).numel()} ranks, but there are {world}")
+    sizes = mesh_flag or {"w": world}
+    if torch.Size(sizes.values()).numel() != world:
+        given = ",".join(f"{name}={size}" for name, size in sizes.items())
+        sys.exit(f"--mesh {given} needs {torch.Size(sizes.values()).numel()} ranks, but there are {world}")
     sizes = {name: sizes[name] for name in ("data", "h", "w") if name in sizes}
     if not sizes.keys() & {"h", "w"}:
         sizes["w"] = 1

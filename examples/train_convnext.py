@@ -21,7 +21,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fused import FusedBlock, channel_norm
-from launching import make_layout, median, print_table, spatial_groups, start_process_group
+from launching import (
+    image_shape,
+    make_layout,
+    median,
+    mesh_sizes,
+    positive_float,
+    positive_int,
+    print_table,
+    spatial_groups,
+    start_process_group,
+)
 from networks import Classifier, ConvNeXt, draw_paths
 from tqdm import tqdm
 
@@ -41,25 +51,27 @@ NETWORKS = {
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, default="tiny", help="ConvNeXt of which size (default tiny)")
-    parser.add_argument("--shape", default="1,3,512,1024", help="N,C,H,W of one data rank (default 1,3,512,1024)")
-    parser.add_argument("--mesh", help="sizes of the mesh axes data, h, w, like data=2,w=4 (default: all ranks on w)")
-    parser.add_argument("--steps", type=int, default=5, help="timed iterations after two of warm-up (default 5)")
+    parser.add_argument(
+        "--shape", type=image_shape, default="1,3,512,1024", help="N,C,H,W of one data rank (default 1,3,512,1024)"
+    )
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, help="sizes of the mesh axes data, h, w, like data=2,w=4 (default: all ranks on w)"
+    )
+    parser.add_argument(
+        "--steps", type=positive_int, default=5, help="timed iterations after two of warm-up (default 5)"
+    )
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks in backward")
     parser.add_argument(
         "--layers", choices=["torch", "torchtp"], default="torch", help="of torch.nn, or torchtp's fused ones"
     )
     parser.add_argument("--amp", action="store_true", help="bfloat16 autocast")
     parser.add_argument("--drop-path", type=float, default=0.1, help="largest DropPath probability (default 0.1)")
-    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of Adam (default 1e-4)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--lr", type=positive_float, default=1e-4, help="learning rate of Adam (default 1e-4)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, images and paths (default 0)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default cpu)")
     parser.add_argument("--backend", default="torchtp", help="torch.distributed backend (default torchtp)")
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
-    args = parser.parse_args()
-    args.shape = tuple(int(size) for size in args.shape.split(","))
-    if len(args.shape) != 4:
-        parser.error("--shape needs four sizes: N,C,H,W")
-    return args
+    return parser.parse_args()
 
 
 def memory_bytes(device: str) -> int:

@@ -22,7 +22,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launching import make_layout, median, print_table, spatial_groups, start_process_group
+from launching import (
+    make_layout,
+    median,
+    mesh_sizes,
+    positive_float,
+    positive_int,
+    print_table,
+    spatial_groups,
+    start_process_group,
+)
 from networks import DisparityNet, draw_paths
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -45,10 +54,14 @@ MAX_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 5e-2
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=NETWORKS, default="tiny", help="size of the network (default tiny)")
-    parser.add_argument("--scale", type=float, default=1.0, help="enlarges the image by this factor (default 1)")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps (default 40)")
-    parser.add_argument("--batch", type=int, default=1, help="samples a data rank takes each step (default 1)")
-    parser.add_argument("--mesh", help="sizes of the mesh axes data, h, w, like h=1,w=2 (default: all ranks on w)")
+    parser.add_argument(
+        "--scale", type=positive_float, default=1.0, help="enlarges the image by this factor (default 1)"
+    )
+    parser.add_argument("--steps", type=positive_int, default=40, help="optimizer steps (default 40)")
+    parser.add_argument("--batch", type=positive_int, default=1, help="samples a data rank takes each step (default 1)")
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, help="sizes of the mesh axes data, h, w, like h=1,w=2 (default: all ranks on w)"
+    )
     parser.add_argument(
         "--dtype",
         choices=["float64", "float32", "bfloat16"],
@@ -57,8 +70,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--checkpoint", action="store_true", help="recompute the blocks in backward")
     parser.add_argument("--drop-path", type=float, default=0.1, help="largest DropPath probability (default 0.1)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of AdamW (default 3e-3)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=positive_float, default=3e-3, help="peak learning rate of AdamW (default 3e-3)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, lightings and paths (default 0)")
     parser.add_argument("--backend", default="torchtp", help="torch.distributed backend (default torchtp)")
     parser.add_argument(
         "--check", action="store_true", help="train on one rank too and compare; exit status 1 if they differ"
@@ -86,6 +99,8 @@ class Scene:
         pair = torch.cat([torch.from_numpy(image).permute(2, 0, 1) for image in (left, right)])[None].to(dtype)
         pair = (pair / 255 - 0.45) / 0.25
         truth = torch.from_numpy(disparity)[None, None].to(dtype)
+        if min(pair.shape[-2:]) * scale < 1:
+            sys.exit(f"--scale {scale:g} leaves no pixel of a pair of {pair.shape[-2]} x {pair.shape[-1]}")
         if scale != 1:
             # A disparity is a length in pixels, so it grows with the image.
             pair = F.interpolate(pair, scale_factor=scale, mode="bilinear", align_corners=False)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu.part import no_program
 from benchmarks.gpu.timing import Timer
 
 ATEN = torch.ops.aten
@@ -120,3 +121,7 @@ def _border_backward(s: dict[str, Tensor], weight: Tensor) -> tuple[Tensor, Tens
         dx[..., side].add_(more_dx)
         dw.add_(more_dw)
     return dx, dw.to(weight.dtype)
+
+
+if __name__ == "__main__":
+    no_program(__doc__, "benchmarks.gpu.kernel_times")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.part import no_program
 from benchmarks.gpu.timing import Timer
 from torchtp import _C
 
@@ -98,3 +99,7 @@ def bucket(timer: Timer, flat_kind: str) -> dict[str, Any]:
             "bytes": numel * flat_type.itemsize,
         },
     }
+
+
+if __name__ == "__main__":
+    no_program(__doc__, "benchmarks.gpu.kernel_times")

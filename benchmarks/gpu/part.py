@@ -111,3 +111,17 @@ def main(
     faulthandler.register(signal.SIGUSR1)
     torch.manual_seed(0)
     run(Part(args.rows, args.dry_run, args.seconds), args)
+
+
+def no_program(doc: str | None, program: str) -> None:
+    """The command line of a module that others are made of: what it is, and which program uses it."""
+    epilog = f"This is no program of its own: start python -m {program}."
+    flags = argparse.ArgumentParser(
+        description=doc, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    flags.parse_args()
+    flags.error(epilog)
+
+
+if __name__ == "__main__":
+    no_program(__doc__, "benchmarks.gpu_check")

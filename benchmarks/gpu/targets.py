@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu.part import no_program
+
 Row = dict[str, Any]
 MIB = 1 << 20
 
@@ -175,3 +177,7 @@ def outcomes(results: dict[str, Any]) -> list[Outcome]:
     """Every target with what was found; nothing counts where the run was a dry one."""
     rows = [] if results["about"].get("dry_run") else rows_of(results)
     return [Outcome(target, sorted(target.figures(rows), reverse=not target.at_least)) for target in TARGETS]
+
+
+if __name__ == "__main__":
+    no_program(__doc__, "benchmarks.gpu.page")
