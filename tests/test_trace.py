@@ -106,9 +106,11 @@ def test_a_signal_writes_what_a_rank_waits_for(tmp_path):
     assert "rank 1: has not called it; the last was #0 barrier(), done" in text
 
 
-def _trace(rank, calls, size=2):
-    head = {"torchtp_trace": 1, "global_rank": rank, "pid": 1, "reason": "test", "now_ns": 9_000_000_000}
-    group = {"group": "g", "rank": rank, "size": size, "global_ranks": list(range(size)), "error": ""}
+def _trace(rank, calls, size=2, first=0):
+    """What `rank` of a group writes that has the global ranks from `first` on."""
+    head = {"torchtp_trace": 1, "global_rank": first + rank, "pid": 1, "reason": "test", "now_ns": 9_000_000_000}
+    members = list(range(first, first + size))
+    group = {"group": "g", "rank": rank, "size": size, "global_ranks": members, "error": ""}
     return "".join(json.dumps(line) + "\n" for line in [head, group, *calls])
 
 
@@ -131,17 +133,78 @@ def test_who_is_missing_is_named(tmp_path, capsys):
     assert "rank 1: has not called it; the last was #1 allreduce(SUM, Float, 4 elements), done" in text
 
 
+def test_ranks_are_told_by_their_number_in_the_job(tmp_path, capsys):
+    """As in the files' names, not by that in the group."""
+    send = _call(0, "running", op="send", kind="message", peer=0, tag=7, number=1)
+    calls = [[_call(0), _call(1, op="broadcast", root=1)], [_call(0), send]]
+    for rank, of_rank in enumerate(calls):
+        (tmp_path / f"{rank}").write_text(_trace(rank, of_rank, size=3, first=4))
+    assert cli.main(["trace", str(tmp_path / "0"), str(tmp_path / "1")]) == 1
+    text = capsys.readouterr().out
+    assert "group 'g', 3 ranks: ranks 4, 5, 6" in text
+    assert "no trace of rank 6: pass their files too (PATH.rank6.jsonl)" in text
+    assert "rank 4: broadcast(SUM, Float, 4 elements, root 5), done" in text
+    assert "rank 5: has not called it" in text
+    assert (
+        "rank 5: send(Float, 4 elements, tag 7) to rank 4, running for 9.0 s: rank 4 has asked it for nothing" in text
+    )
+
+
+def test_ranks_whose_files_are_missing_do_not_agree(tmp_path, capsys):
+    for rank in range(3):
+        (tmp_path / f"{rank}").write_text(_trace(rank, [_call(0), _call(1)], size=4))
+    assert cli.main(["trace", str(tmp_path / "1")]) == 1
+    text = capsys.readouterr().out
+    assert "no trace of ranks 0, 2, 3" in text and "agree" not in text
+    assert "rank 1: 2 calls, the last is done; there is no other rank to compare with" in text
+    assert cli.main(["trace", *(str(tmp_path / f"{rank}") for rank in range(3))]) == 1
+    assert "ranks 0, 1, 2 agree: 2 calls" in capsys.readouterr().out
+
+
+def test_a_rank_that_has_left_a_group_is_not_missing(tmp_path, capsys):
+    (tmp_path / "0").write_text(_trace(0, [_call(0)]))
+    (tmp_path / "1").write_text(_trace(1, [_call(0)]).replace('"g"', '"other"'))
+    files = [str(tmp_path / "0"), str(tmp_path / "1")]
+    assert cli.main(["trace", *files]) == 0
+    assert "not in the file of rank 1: the group was left there" in capsys.readouterr().out
+
+
 def test_a_rank_may_see_its_own_share_only(tmp_path):
     for rank, elements in enumerate((8, 4)):
         (tmp_path / f"{rank}").write_text(_trace(rank, [_call(0, op="gather", elements=elements)]))
     assert parting.read([tmp_path / "0", tmp_path / "1"])[0].sequence is None
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", "no JSON\n", '{"torchtp_trace": 2}\n'])
-def test_a_file_that_is_no_trace_is_refused(tmp_path, text, capsys):
-    (tmp_path / "file").write_text(text)
+@pytest.mark.parametrize("data", [b"", b"\n", b"{}\n", b"no JSON\n", b'{"torchtp_trace": 2}\n', b"\x80\xff\0"])
+def test_a_file_that_is_no_trace_is_refused(tmp_path, data, capsys):
+    (tmp_path / "file").write_bytes(data)
     assert cli.main(["trace", str(tmp_path / "file")]) == 2
-    assert "is not a trace of torchtp" in capsys.readouterr().err
+    assert f"{tmp_path / 'file'} is not a trace of torchtp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999])
+def test_signals_that_can_not_be_caught_are_refused(number):
+    with pytest.raises(ValueError, match=f"but {int(number)} is SIGKILL, SIGSTOP or none"):
+        torchtp.trace.write_to("run", (signal.SIGTERM, number))
+
+
+def _unwritable(folder):
+    told = Path(folder) / f"told{dist.get_rank()}"
+    kept = os.dup(2)
+    with told.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        written = torchtp.trace.dump(f"{folder}/nowhere/run")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    return written, told.read_text()
+
+
+def test_a_trace_that_can_not_be_written_says_where_and_why(tmp_path):
+    for rank, (written, told) in enumerate(run_ranks(_unwritable, 2, str(tmp_path), backend="torchtp")):
+        assert written == ""
+        assert f"cannot write {tmp_path}/nowhere/run.rank{rank}.jsonl: No such file or directory" in told
 
 
 def _drawn(folder, *traces):

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
@@ -119,9 +120,14 @@ std::string Trace::dump(const std::string& reason, const std::string& path) cons
       out << "{\"torchtp_trace\": 1, \"global_rank\": " << all.back()->identity().global_rank()
           << ", \"pid\": " << getpid() << ", \"reason\": " << quoted(reason) << ", \"now_ns\": " << now_ns() << "}\n";
       for (const auto& recorder : all) write_group(out, *recorder);
-      if (!out.flush()) throw Error("cannot write to it");
+      if (!out.flush()) {
+        const int why = errno;  // of the open or write that failed: the stream does nothing after it
+        std::remove(draft.c_str());
+        errno = why;
+        throw_errno("cannot write ", file);
+      }
     }
-    if (std::rename(draft.c_str(), file.c_str()) != 0) throw_errno("cannot rename ", draft);
+    if (std::rename(draft.c_str(), file.c_str()) != 0) throw_errno("cannot rename ", draft, " to ", file);
     return file;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "[torchtp] the trace was not written: %s\n", error.what());
