@@ -126,7 +126,7 @@ def _moved():
         root.tolist(),
         into.tolist(),
         hvd.allgather(torch.zeros(0, 2)).shape,
-        hvd.allgather_object({"rank": rank}),
+        hvd.allgather_object(obj={"rank": rank}),
         everywhere,
     )
 

@@ -147,23 +147,23 @@ def _pickled(caller: str, value: Any) -> tuple[bytes, str]:
         )
 
 
-def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """The object of `root_rank`; TypeError on all ranks if it does not pickle, ValueError for a root that is no rank."""
     check_started("broadcast_object")
     check_root("broadcast_object", root_rank)
-    box = [_pickled("broadcast_object", value) if dist.get_rank() == root_rank else (b"", "")]
+    box = [_pickled("broadcast_object", obj) if dist.get_rank() == root_rank else (b"", "")]
     dist.broadcast_object_list(box, root_rank)
     data, fault = box[0]
     if fault:
         raise TypeError(fault)
-    return value if dist.get_rank() == root_rank else pickle.loads(data)
+    return obj if dist.get_rank() == root_rank else pickle.loads(data)
 
 
-def allgather_object(value: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """The objects of all ranks, by rank; TypeError on all ranks if one does not pickle."""
     check_started("allgather_object")
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, _pickled("allgather_object", value))
+    dist.all_gather_object(gathered, _pickled("allgather_object", obj))
     for _, fault in gathered:
         if fault:
             raise TypeError(fault)
