@@ -98,6 +98,7 @@ def test_plan_as_json(capsys):
         ("models:convnext", "1,2,8,8", "x=2", "axis 'x'"),
         ("test_cli:Raising", "1,2,8,8", "w=2", "without data fails: KeyError: 'what is not there'"),
         ("torch.nn:Flatten", "1,2,8,4611686018427387904", "w=2", "without data fails: "),
+        ("torch.nn:Flatten", f"1,2,8,{10**22}", "w=2", 'Overflow when unpacking long long"'),
     ],
 )
 def test_a_plan_that_is_not_possible_is_one_message(network, shape, mesh, message, capsys):

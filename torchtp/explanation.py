@@ -258,7 +258,8 @@ def _rehearsed(
 def _said(error: Exception) -> str:
     """Kind and text of an error, without torch's stack frames."""
     text = re.split(r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame #\d)", str(error))[0].strip()
-    return f"{type(error).__name__}: {text}"
+    quote = '"' if text.count('"') % 2 else ""  # which the frames stood within
+    return f"{type(error).__name__}: {text}{quote}"
 
 
 def _gathers(counts: Iterable[Counts]) -> tuple[Gather, ...]:
