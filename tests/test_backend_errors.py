@@ -244,3 +244,9 @@ def _message_of_another_size_that_has_come(rank, group):
 def test_a_message_of_another_size_is_an_error_for_its_receiver(call):
     errors = run_ranks(_collect, 2, call, backend="torchtp")
     assert "receives 44 bytes" in errors[1] and "sent 40 bytes" in errors[1]
+
+
+@pytest.mark.parametrize("rank", [2, 2**31 - 1])
+def test_a_rank_outside_of_the_group_is_refused_at_once(rank):
+    with pytest.raises(ValueError, match=f"ranks 0 to 1, but this one is given rank {rank}"):
+        dist.init_process_group("torchtp", store=dist.HashStore(), rank=rank, world_size=2)

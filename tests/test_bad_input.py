@@ -227,3 +227,77 @@ def _after_the_end():
 def test_a_module_whose_group_was_destroyed_says_so():
     for messages in run_ranks(_after_the_end, 2, backend="torchtp", fresh=True):
         assert all("mesh was destroyed: after init_process_group make the mesh" in text for text in messages), messages
+
+
+class _Steered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x, *more):
+        return self.conv(x)
+
+
+def _steered(argument, same):
+    model = torchtp.parallelize(_Steered(), make_layout({"w": 2}))
+    model(torch.zeros(1, 2, 8, 8), *same)
+    with pytest.raises(ValueError) as caught:
+        model(torch.zeros(1, 2, 8, 8), argument[dist.get_rank()])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ((1, 2), "rank 0 has int '1', rank 1 has int '2'"),
+        (("bilinear", "nearest"), "rank 0 has str 'bilinear', rank 1 has str 'nearest'"),
+        ((True, False), "rank 0 has bool 'True', rank 1 has bool 'False'"),
+        ((0.5, 0.75), "a float differs between rank 0 and rank 1, by up to 0.25"),
+    ],
+    ids=str,
+)
+def test_numbers_and_words_are_compared(argument, text):
+    first, second = run_ranks(_steered, 2, argument, [3, 1e-300, "a", None, float("nan")], timeout=LIMIT)
+    assert first == second and text in first
+
+
+def _frozen_later():
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 3)), make_layout({"w": 2}))
+    x = torch.rand(1, 3, 8, 8)
+    for _ in range(2):
+        model(x).sum().backward()
+    model[1].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(ValueError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+def test_parameters_that_one_rank_alone_froze():
+    first, second = run_ranks(_frozen_later, 2, timeout=LIMIT)
+    assert first == second and "rank 1 calls it in training, with 2 parameters frozen ('1.weight' to '1.bias')" in first
+
+
+def _after_an_outer_one():
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.ReLU()).double()
+    x = torch.rand(1, 3, 8, 8).double()
+    single(x).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in single.parameters()]
+    single.zero_grad()
+    layout = make_layout({"w": 2})
+    inner = torchtp.parallelize(single, layout, output="full")
+    for keeps in (True, False):
+        outer = torchtp.parallelize(nn.Sequential(inner), layout, output="full")
+        outer(x).square().mean().backward()
+        inner.zero_grad()
+        kept = outer if keeps else None
+        del outer
+        inner(x).square().mean().backward()
+        for parameter, grad in zip(inner.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-9, atol=1e-12)
+        inner.zero_grad()
+        del kept
+
+
+def test_gradients_are_averaged_when_an_outer_module_is_gone():
+    run_ranks(_after_an_outer_one, 2, timeout=LIMIT)

@@ -210,3 +210,21 @@ def test_tiles_in_two_memory_formats_are_refused_but_where_few_rows_tell_none():
     assert first == second and "rank 1 has an image in channels_last of shape (1, 3, 4, 8)" in first
     first, second = run_ranks(_tiles_in_two_formats, 2, (1, 3, 4, 3))
     assert first == second == (36, 12, 3, 1)
+
+
+def _shapes_that_are_none():
+    layout = Layout(_mesh(h=2, w=2), {"h": 2, "w": -2})
+    with pytest.raises(ValueError, match="two axes cut one dim of a tensor of 4 dims"):
+        layout.shard(torch.zeros(1, 3, 8, 8))
+    assert layout.tile_shape((1, 3, 8, 8, 8)) == (1, 3, 4, 4, 8)
+    for shape in ((1, 3, 8, -8, 8), (1, 3, 8, 4.5, 8)):
+        with pytest.raises(ValueError, match="whole numbers from 0 on"):
+            layout.tile(shape)
+    with pytest.raises(ValueError) as caught:
+        layout.from_tile([1] if dist.get_rank() == 1 else torch.zeros(1, 3, 4, 4, 8), (1, 3, 8, 8, 8))
+    return str(caught.value)
+
+
+def test_what_is_no_shape_and_no_tile_is_refused():
+    told = run_ranks(_shapes_that_are_none, 4)
+    assert len(set(told)) == 1 and told[0] == "a Layout cuts tensors, not a list (on rank 1)", told

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torchtp.digest import digest
 from torchtp.samples import Samples, difference, digest_of, samples_of
 
-Described = tuple[str, torch.Size, torch.dtype]  # what it is, its global shape, its dtype
+Described = tuple[
+    str, torch.Size, torch.dtype | None
+]  # what it is, its global shape, its dtype; none of what is no tensor
 
 _COMPLAINS, _EVERYONE, _MODE, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(10)
 _MOST_OF_A_PARAMETER = 16
@@ -202,4 +204,4 @@ def _told(described: Described | None) -> str:
     if described is None:
         return "no tensor in its place"
     what, shape, dtype = described
-    return f"{what} of shape {tuple(shape)} and {dtype}" if "tensor" in what or "image" in what else what
+    return what if dtype is None else f"{what} of shape {tuple(shape)} and {dtype}"

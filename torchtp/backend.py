@@ -98,6 +98,8 @@ def _make(
         options.group_name = name
         return dist.ProcessGroupNCCL(inner_store, rank, size, options)
 
+    if not 0 <= rank < size:
+        raise ValueError(f"a group of {size} has the ranks 0 to {size - 1}, but this one is given rank {rank}")
     make_group = functools.partial(_make, backend_options)  # for groups that are split off, or merged with others
     return _C.TorchtpBackend(
         store,

@@ -39,7 +39,7 @@ class Images:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if not isinstance(leaf, torch.Tensor):
                     if isinstance(leaf, _PLAIN):
-                        tensors.append((_in_words(leaf), torch.Size(), torch.float64))
+                        tensors.append((_in_words(leaf), torch.Size(), None))
                     continue
                 image = isinstance(leaf, DTensor) or leaf.dim() == num_dims
                 if image:
