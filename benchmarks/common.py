@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import torchtp
+from torchtp.flags import positive_int
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -114,20 +115,12 @@ def machine() -> dict[str, Any]:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The flags every benchmark has."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--repeat", type=positive, default=20, help="measurements of each figure (default 20)")
+    made.add_argument("--repeat", type=positive_int, default=20, help="measurements of each figure (default 20)")
     made.add_argument("--quick", action="store_true", help="few sizes and repetitions, to try the program itself")
     made.add_argument(
         "--out", type=_result_file, help="the JSON file to write (default benchmarks/results/<name>.json)"
     )
     return made
-
-
-def positive(text: str) -> int:
-    """A number of ranks or repetitions, for argparse."""
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"it is a whole number from 1 on, not {text!r}")
-    return number
 
 
 def _result_file(text: str) -> Path:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.common import Spread, parser, positive, report, run_ranks, slowest
+from benchmarks.common import Spread, parser, report, run_ranks, slowest
+from torchtp.flags import positive_int
 from torchtp.gradients import GradientReducer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -102,7 +103,7 @@ def _check(ways: dict[str, Way]) -> None:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
+    flags.add_argument("--ranks", type=positive_int, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
     args = flags.parse_args()
     rows: list[dict[str, Any]] = []
     for name in ["tiny"] if args.quick else [name for name in NETWORKS if name != "tiny"]:

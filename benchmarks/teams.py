@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import measure, positive, run_ranks
+from benchmarks.common import measure, run_ranks
+from torchtp.flags import positive_int
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "benchmarks"
@@ -236,7 +237,7 @@ def _serve(folder: str) -> None:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("size", type=positive, help="number of ranks")
+    flags.add_argument("size", type=positive_int, help="number of ranks")
     flags.add_argument("folder", help="where the ranks' pipes in<rank> and out<rank> are, which a Team makes")
     args = flags.parse_args()
     run_ranks(_serve, args.size, args.folder)

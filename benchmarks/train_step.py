@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtp
-from benchmarks.common import Spread, parser, positive, report, run_ranks, slowest
+from benchmarks.common import Spread, parser, report, run_ranks, slowest
 from torchtp import _C
+from torchtp.flags import positive_int
 from torchtp.host_memory import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -90,7 +91,7 @@ def measure_workload(name: str, repeat: int, keep: bool) -> dict[str, list[float
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--ranks", type=positive, default=2, help="number of ranks (default 2)")
+    flags.add_argument("--ranks", type=positive_int, default=2, help="number of ranks (default 2)")
     flags.add_argument("--system-malloc", action="store_true", help="give freed memory back to the system, as usual")
     args = flags.parse_args()
     rows: list[dict[str, Any]] = []

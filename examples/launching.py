@@ -14,14 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtp
 
 
-def positive_int(text: str) -> int:
-    """A number of steps or samples, for argparse."""
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"it is a whole number from 1 on, not {text!r}")
-    return number
-
-
 def positive_float(text: str) -> float:
     """A factor or a rate, for argparse."""
     try:

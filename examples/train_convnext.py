@@ -27,7 +27,6 @@ from launching import (
     median,
     mesh_sizes,
     positive_float,
-    positive_int,
     print_table,
     spatial_groups,
     start_process_group,
@@ -36,6 +35,7 @@ from networks import Classifier, ConvNeXt, draw_paths
 from tqdm import tqdm
 
 import torchtp
+from torchtp.flags import positive_int
 from torchtp.host_memory import keep_freed_memory
 from torchtp.measure import SavedBytes, exchanged_bytes
 

@@ -27,7 +27,6 @@ from launching import (
     median,
     mesh_sizes,
     positive_float,
-    positive_int,
     print_table,
     spatial_groups,
     start_process_group,
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import torchtp
+from torchtp.flags import positive_int
 from torchtp.host_memory import keep_freed_memory
 from torchtp.measure import SavedBytes, exchanged_bytes
 

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torchtp.digest import digest
 from torchtp.samples import Samples, difference, digest_of, samples_of
 
-Described = tuple[
-    str, torch.Size, torch.dtype | None
-]  # what it is, its global shape, its dtype; none of what is no tensor
+# What it is, its global shape, its dtype; None of what is no tensor.
+Described = tuple[str, torch.Size, torch.dtype | None]
 
 _COMPLAINS, _EVERYONE, _MODE, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(10)
 _MOST_OF_A_PARAMETER = 16

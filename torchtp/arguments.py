@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +34,8 @@ class Arguments:
             return self._cut[id(leaf)][1]
 
         self.args, self.kwargs = pytree.tree_map(once, (args, kwargs))
-        originals = list(_containers((args, kwargs)))
-        self._containers = [
-            _Container(*pair) for pair in zip(originals, _containers((self.args, self.kwargs)), strict=True)
-        ]
+        pairs = zip(_containers((args, kwargs)), _containers((self.args, self.kwargs)), strict=True)
+        self._containers = [_Container(*pair) for pair in pairs]
 
     def settle(self, outputs: Any, give: Give) -> tuple[Any, Any]:
         """`give` of the outputs and of what was put into containers, which goes into the caller's; writes go into his tensors."""
@@ -86,7 +84,7 @@ class _Container:
             self.original.extend(content.values())
 
 
-def _containers(nested: Any) -> Iterator[Any]:
+def _containers(nested: Any) -> list[Any]:
     """Lists and dicts in it, outer ones first."""
     found: list[Any] = []
 
@@ -96,7 +94,7 @@ def _containers(nested: Any) -> Iterator[Any]:
         return False
 
     pytree.tree_leaves(nested, is_leaf=look)
-    return iter(found)
+    return found
 
 
 def _items(container: Any) -> dict[Any, Any]:

@@ -204,6 +204,19 @@ class Layout:
             )
 
 
+def check_types(caller: str, module: object, layout: object) -> None:
+    """TypeError for what is no module or no Layout."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"{caller} takes a torch.nn.Module and a torchtp.Layout, but the first is a {type(module).__name__}"
+        )
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"{caller} takes a torchtp.Layout, but it is a {type(layout).__name__}: "
+            'torchtp.Layout(mesh, {"w": -1}) says which axis of a mesh cuts which dim'
+        )
+
+
 def _check_axes(names: tuple[str, ...] | None, spatial: Mapping[str, int], data: str | None) -> None:
     if not names:
         raise ValueError('the mesh has no names for its axes: init_device_mesh(..., mesh_dim_names=("dp", "h", "w"))')

@@ -26,7 +26,7 @@ from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.images import Images, Output, is_image
-from torchtp.layout import Layout
+from torchtp.layout import Layout, check_types
 from torchtp.refusals import refuse_ended, refuse_script, refuse_transforms
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -57,30 +57,19 @@ def parallelize(
     Raises ValueError on all ranks where their parameters or, at a call, their images differ; TypeError for what is no module
     or no Layout.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"parallelize takes a torch.nn.Module and a torchtp.Layout, but the first is a {type(module).__name__}"
-        )
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"parallelize takes a torchtp.Layout, but it is a {type(layout).__name__}: "
-            'torchtp.Layout(mesh, {"w": -1}) says which axis of a mesh cuts which dim'
-        )
+    check_types("parallelize", module, layout)
     if output not in ("dtensor", "local", "full"):
         raise ValueError(f'output is "dtensor", "local" or "full", but it is "{output}"')
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
-    handed: list[_State] = []
-    for part in module.modules():
-        if is_parallelized(part):
-            handed.append(getattr(part, _STATE))
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
-    for part_state in handed:
-        part_state.hand_over(state)
+    for part in module.modules():
+        if is_parallelized(part):
+            getattr(part, _STATE).hand_over(state)
     state.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
     state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, _STATE, state)
@@ -126,9 +115,8 @@ class _State:
         self._images = Images(layout, output)
         self._reduces = reduces  # options of the reducer
         self._reducer: GradientReducer | None = None
-        self._outer: list[
-            weakref.ref[_State]
-        ] = []  # of modules around this one, which see to gradients while there are any
+        # Of modules around this one, which see to gradients while there are any.
+        self._outer: list[weakref.ref[_State]] = []
         self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
         self._composition = Composition(layout)
         self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
@@ -231,16 +219,16 @@ class _State:
 
     def reducer(self, module: nn.Module) -> GradientReducer | None:
         """Made at the first forward that records gradients: until then parameters may be replaced or frozen."""
-        if self._reducer is None and self._sees_to_gradients():
+        if self._reducer is None and (options := self._options()) is not None:
             named = list(module.named_parameters())
             if any(isinstance(part, FSDPModule) for part in module.modules()):
                 raise ValueError("FSDP2 reduces gradients itself: torchtp.parallelize(..., reduce=False) inside it")
-            if named and self._reduces is not None and not self._composition.is_computed:
+            if named and not self._composition.is_computed:
                 # What has replaced something since `parallelize` is broadcast as well.
                 make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
                 self._prepare_parts(module)
                 self.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
-                self._reducer = GradientReducer(named, self.layout.gradient_group, **self._reduces)
+                self._reducer = GradientReducer(named, self.layout.gradient_group, **options)
                 _averaging.add(self)
                 self._stop_awaiting()
         return self._reducer
@@ -274,13 +262,14 @@ class _State:
         self._reducer = None
         self._stop_awaiting()
 
-    def _sees_to_gradients(self) -> bool:
+    def _options(self) -> dict[str, Any] | None:
+        """Those of the reducer; None where others see to gradients, or there is nobody to average them with."""
         if self._reduces is None or self.layout.group.size() == 1:
-            return False
+            return None
         if self._outer and _is_due(self._calls) and any(state() for state in self._outer):
             gc.collect()  # one that is gone, but for cycles
         self._outer = [state for state in self._outer if state() is not None]
-        return not self._outer
+        return None if self._outer else self._reduces
 
     def _stop_awaiting(self) -> None:
         while self._awaiting:
@@ -293,7 +282,7 @@ class _State:
             if self._reducer is None and (reducer := self.reducer(module)) is not None:
                 reducer.reduce()
 
-        if self._sees_to_gradients():
+        if self._options() is not None:
             self._awaiting = after_backward(module.parameters(), reduce)
 
     def _prepare_parts(self, module: nn.Module) -> None:
@@ -325,12 +314,8 @@ def _mode(module: nn.Module, reducer: GradientReducer | None, device_type: str) 
         words.append("without gradients")
     if reducer is not None and not reducer.syncs:
         words.append("under torchtp.no_sync")
-    frozen = (
-        []
-        if reducer is None
-        else [n for n, p in zip(reducer.names, reducer.parameters, strict=True) if not p.requires_grad]
-    )
-    if frozen:
+    named = [] if reducer is None else zip(reducer.names, reducer.parameters, strict=True)
+    if frozen := [name for name, parameter in named if not parameter.requires_grad]:
         words.append(f"with {len(frozen)} parameters frozen ({frozen[0]!r} to {frozen[-1]!r})")
     if torch.is_autocast_enabled(device_type):
         words.append(f"under autocast to {torch.get_autocast_dtype(device_type)}")

@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, plain_shard, spec_of
+from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, spec_of
 from torchtp.dtensor.wrapping import wrap
 
 
-class _Counted:
+class Counted:
     """A tensor of which each rank counts its part."""
 
     def __init__(self, tensor: DTensor):
         self.mesh = tensor.device_mesh
         self.placements: Placements = sums_done(spec_of(tensor).placements)
         self.local = recut(local_of(tensor), spec_of(tensor), self.placements)
-        self._axes = [axis for axis, placement in enumerate(self.placements) if plain_shard(placement)]
+        self._axes = axes_cutting(self.placements)
 
     def range(self) -> tuple[float, float]:
         """The least and the largest element of the whole; (inf, -inf) of none, nan of both where there is one."""
@@ -53,7 +53,7 @@ def bincount(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fits = taken(tensor) and tensor.dim() == 1 and not tensor.is_floating_point() and minlength >= 0
     if not fits or (weights is not None and weights.shape != tensor.shape):
         return unruled(op, args, kwargs)
-    counted = _Counted(tensor)
+    counted = Counted(tensor)
     least, largest = counted.range()
     if least < 0:
         return op(torch.tensor([-1]))  # refuses it, on all ranks alike
@@ -68,7 +68,7 @@ def histc(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, bins, low, high = bound(op, args, kwargs)
     if not taken(tensor) or bins <= 0 or low > high:
         return unruled(op, args, kwargs)
-    counted = _Counted(tensor)
+    counted = Counted(tensor)
     if low == high and tensor.numel():
         low, high = counted.range()
         if not math.isfinite(low) or not math.isfinite(high):

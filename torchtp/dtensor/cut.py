@@ -85,9 +85,9 @@ def remember_picked_from(shape: torch.Size, mesh: DeviceMesh, placements: Placem
     known[shape] = placements
 
 
-def axes_cutting(placements: Placements, dims: Collection[int]) -> list[int]:
-    """The mesh axes that cut some of the dims."""
-    return [axis for axis, place in enumerate(placements) if plain_shard(place) and place.dim in dims]
+def axes_cutting(placements: Placements, dims: Collection[int] | None = None) -> list[int]:
+    """The mesh axes that cut some of the dims, by default any."""
+    return [axis for axis, place in enumerate(placements) if plain_shard(place) and (dims is None or place.dim in dims)]
 
 
 def shard_dim(placement: Placement) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, dim_of, partial_over_shards, remember_picked_from, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, partial_over_shards, remember_picked_from, sums_done
 from torchtp.dtensor.fallback import is_short_list, unruled
 from torchtp.dtensor.moving import all_reduced, recut_tensor
 from torchtp.dtensor.nesting import takes_nested
@@ -188,5 +188,5 @@ def embedding_dense_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, An
     table = op(local_as(grad, mesh, placements), local, num_weights, padding_idx, False)
     if in_backward():
         return wrap(table, mesh, partial_over_shards(placements), table.shape)  # whoever adds it up, does it once
-    axes = [axis for axis, placement in enumerate(placements) if plain_shard(placement)]
+    axes = axes_cutting(placements)
     return wrap(all_reduced(table, mesh, axes), mesh, (Replicate(),) * mesh.ndim, table.shape)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchtp.dtensor.cut import cut_locally, cut_of
+from torchtp.dtensor.counting import Counted
+from torchtp.dtensor.cut import axes_cutting, cut_locally, cut_of
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.nesting import takes_nested
@@ -67,7 +68,7 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     mesh, placements = common_placements(op, tensors, shape)
     values = [aligned(op, value, shape, mesh, placements) for value in values]
     values[at] = _SUM
-    total = all_reduced(op(*values), mesh, [axis for axis, p in enumerate(placements) if plain_shard(p)])
+    total = all_reduced(op(*values), mesh, axes_cutting(placements))
     if reduction == _MEAN:
         total = total / shape.numel()
     return wrap(total, mesh, (Replicate(),) * mesh.ndim, total.shape)
@@ -117,7 +118,7 @@ def one_hot(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PyTorch does not look at the classes of a subclass of Tensor, and gives zeros for those that there are not."""
     classes, num_classes = bound(op, args, kwargs)
     if is_spatial(classes) and classes.device.type == "cpu" and classes.numel():
-        least, largest = (int(extreme.item()) for extreme in torch.aminmax(classes))
+        least, largest = map(int, Counted(classes).range())
         if least < 0 or 0 < num_classes <= largest:
             raise RuntimeError(
                 f"one_hot: classes are counted from 0 and smaller than num_classes ({num_classes}), but there are {least} "
@@ -170,7 +171,7 @@ def nll_loss_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         )
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
-    axes = [axis for axis, p in enumerate(placements) if plain_shard(p)]
+    axes = axes_cutting(placements)
     weight = _whole(weight)
     whole = (Replicate(),) * mesh.ndim
     on_cpu = local.device.type == "cpu"

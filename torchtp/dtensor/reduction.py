@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, dim_of, full_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
@@ -42,7 +42,7 @@ class Reduced:
         elsewhere = _cut_elsewhere(tensor, self.dims)
         self.mesh, self.cut = tensor.device_mesh, elsewhere or sums_done(spec_of(tensor).placements)
         self.local = recut(local_of(tensor), spec_of(tensor), self.cut)
-        self.axes = [axis for axis, p in enumerate(self.cut) if plain_shard(p) and p.dim in self.dims]
+        self.axes = axes_cutting(self.cut, self.dims)
         self.count = math.prod(tensor.size(dim) for dim in self.dims)
         self.shape = torch.Size(
             [

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from torchtp import equality
-from torchtp.layout import Layout
+from torchtp.layout import Layout, check_types
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -22,15 +22,7 @@ def convert(model: Module, layout: Layout) -> Module:
     Raises ValueError on all ranks where their parameters differ or are not on the layout's devices; TypeError for what
     is no module or no Layout.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"convert takes a torch.nn.Module and a torchtp.Layout, but the first is a {type(model).__name__}"
-        )
-    if not isinstance(layout, Layout):
-        raise TypeError(
-            f"convert takes a torchtp.Layout, but it is a {type(layout).__name__}: "
-            'torchtp.Layout(mesh, {"w": -1}) says which axis of a mesh cuts which dim'
-        )
+    check_types("convert", model, layout)
     equality.make_equal(model, layout)
     variants = _variants()
     for module in model.modules():
