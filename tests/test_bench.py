@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from torchtp import bench, cli, tables
+from torchtp import bench, cli
 
 CONVOLUTION = [
     "torch.nn:Conv2d",
@@ -29,7 +29,7 @@ def test_a_training_step_is_measured_beside_one_process_and_gradients_compared(c
     assert 0 <= cut["difference"] < 1e-12
     assert data["difference"] is None
     assert cut["one_process_s"] > 0 < cut["mesh_s"]
-    table = tables.of_step_times([bench.StepTime(**cut), bench.StepTime(**data)]).splitlines()
+    table = bench.table_of_steps([bench.StepTime(**cut), bench.StepTime(**data)]).splitlines()
     assert [line.split()[:2] for line in table[1:]] == [["w=2", "2"], ["data=2,w=2", "4"]]
 
 

@@ -7,7 +7,8 @@ import torchtp.trace as trace
 from torchtp import nn
 from torchtp.backend import monitored_barrier
 from torchtp.dtensor import GatherError, GatherWarning, UncutWarning, strict
-from torchtp.explanation import Explanation, explain
+from torchtp.explaining import explain
+from torchtp.explanation import Explanation
 from torchtp.layout import Layout
 from torchtp.leaving import PartWarning
 from torchtp.parallel import no_sync, parallelize

@@ -27,8 +27,9 @@ from torch.utils import _pytree as pytree
 
 import torchtp
 from torchtp import named
-from torchtp.explanation import DIMS
+from torchtp.explaining import DIMS
 from torchtp.host_memory import keep_freed_memory
+from torchtp.tables import as_bytes, as_mesh, as_seconds, table
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 25 << 20)
 _WARMUP = 2
@@ -91,6 +92,39 @@ def steps(
     per_rank = _on_ranks(_time_steps, math.prod(mesh.values()), *work)
     one, several, difference = zip(*per_rank, strict=True)
     return StepTime(dict(mesh), _slowest(one), _slowest(several), max(difference) if mesh.get("data", 1) == 1 else None)
+
+
+def table_of_calls(measured: Sequence[CallTime]) -> str:
+    """Calls of the backend beside gloo's."""
+    head = ("op", "bytes a rank", "torchtp", "gloo", "gloo : torchtp")
+    rows = [
+        (
+            each.op,
+            as_bytes(each.num_bytes),
+            as_seconds(each.torchtp_s),
+            as_seconds(each.gloo_s),
+            f"{each.gloo_s / each.torchtp_s:.1f}",
+        )
+        for each in measured
+    ]
+    return "\n".join(table(head, rows))
+
+
+def table_of_steps(measured: Sequence[StepTime]) -> str:
+    """Training steps on meshes beside one process."""
+    head = ("mesh", "ranks", "one process", "on the mesh", "times as fast", "gradients differ by")
+    rows = [
+        (
+            as_mesh(each.mesh),
+            str(math.prod(each.mesh.values())),
+            as_seconds(each.one_process_s),
+            as_seconds(each.mesh_s),
+            f"{each.one_process_s / each.mesh_s:.2f}",
+            "" if each.difference is None else f"{each.difference:.0e}",
+        )
+        for each in measured
+    ]
+    return "\n".join(table(head, rows))
 
 
 def _check_positive(what: str, number: int) -> None:

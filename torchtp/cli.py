@@ -175,7 +175,7 @@ def _argument(text: str) -> tuple[str, Any]:
 
 
 def _show_plan(arguments: argparse.Namespace) -> int:
-    from torchtp.tables import compared
+    from torchtp.explanation import compared
 
     try:
         told = plan(
@@ -202,7 +202,7 @@ def _show_plan(arguments: argparse.Namespace) -> int:
 def _show_bench(arguments: argparse.Namespace) -> int:
     import torch
 
-    from torchtp import bench, tables
+    from torchtp import bench
 
     if (arguments.network is None) != (not arguments.mesh) or (arguments.network is None) != (not arguments.shape):
         print("torchtp: bench takes a network with --shape and --mesh, or none of them", file=sys.stderr)
@@ -227,10 +227,10 @@ def _show_bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([dataclasses.asdict(each) for each in measured], indent=1))
     elif arguments.network is None:
-        print(f"Between {ranks} processes of this machine, fp32\n{tables.of_call_times(measured)}")
+        print(f"Between {ranks} processes of this machine, fp32\n{bench.table_of_calls(measured)}")
     else:
         print(
-            f"A training step on this machine's {len(os.sched_getaffinity(0))} cores\n{tables.of_step_times(measured)}"
+            f"A training step on this machine's {len(os.sched_getaffinity(0))} cores\n{bench.table_of_steps(measured)}"
         )
     return 0
 

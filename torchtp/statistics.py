@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtp import tables
+from torchtp.tables import as_bytes, as_seconds, table
 from torchtp.trace import calls
 
 
@@ -48,7 +48,7 @@ class GroupStatistics:
     waited_s: tuple[tuple[float, ...], ...]
 
     def __str__(self) -> str:
-        return tables.of_calls(self)
+        return _calls_and_waits(self)
 
 
 @dataclass(frozen=True)
@@ -88,3 +88,37 @@ def _group(told: dict) -> GroupStatistics:
         tuple(rows),
         tuple(tuple(ns * 1e-9 for ns in of_rank) for of_rank in told["waited_ns"]),
     )
+
+
+def _calls_and_waits(told: GroupStatistics) -> str:
+    """The calls of one process group: a line for each op and size, then who was waited for."""
+    head = ("op", "up to", "calls", "failed", "median", "99 %", "longest", "queued", "waiting", "bandwidth")
+    rows = [
+        (
+            row.op,
+            as_bytes(row.most_bytes),
+            f"{row.count:,}",
+            f"{row.failed:,}" if row.failed else "",
+            as_seconds(row.median_s),
+            as_seconds(row.late_s),
+            as_seconds(row.longest_s),
+            as_seconds(row.queued_s / max(row.count, 1)),
+            f"{row.waited_s / row.total_s:.0%}" if row.total_s else "",
+            f"{row.bytes_per_s / 1e9:.2f} GB/s" if row.num_bytes else "",
+        )
+        for row in told.calls
+    ]
+    lines = [
+        f"Process group {told.group!r} as rank {told.rank} of {len(told.global_ranks)} saw it",
+        *table(head, rows),
+    ]
+    late = [sum(of_rank[rank] for of_rank in told.waited_s) for rank in range(len(told.global_ranks))]
+    if any(late):
+        ranks = range(len(late))
+        lines += ["  Seconds that a rank (down) has waited for the last to come (across):"]
+        waits = [
+            (f"rank {rank}", *(f"{told.waited_s[rank][other]:.3f}" if rank != other else "" for other in ranks))
+            for rank in ranks
+        ]
+        lines += table(("", *(f"rank {rank}" for rank in ranks)), waits)
+    return "\n".join(lines)

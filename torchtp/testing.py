@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtp.poison import poison_empty as poison_empty
 from torchtp.workers import Main, Worker
 
 _MIN_WORKERS, _MAX_WORKERS = 8, 20  # idle pools are closed, oldest first, so that no more processes stay alive
@@ -41,13 +42,6 @@ class RanksFailed(RuntimeError):
     def __init__(self, message: str, failures: dict[int, str]):
         super().__init__(message)
         self.failures = failures
-
-
-def poison_empty() -> None:
-    """Fill every new uninitialised tensor of this process, C++ ones too, with NaN (integers: their maximum)."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
 
 
 def timeout_scale() -> float:

@@ -21,6 +21,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import IO, Any, Protocol
 
+from torchtp.poison import poison_empty
+
 _LOG_TAIL = 8000
 # Ranks differ in what Python's seed of hashes and the places of libraries in memory decide, as they do under torchrun:
 # neighbours come from different templates.
@@ -184,8 +186,6 @@ _MAIN = (
 
 
 def _fork_on_demand(fd: int) -> None:
-    from torchtp.testing import poison_empty
-
     poison_empty()  # as every worker: that imports more of torch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
     connection = Connection(fd)
