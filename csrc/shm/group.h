@@ -53,6 +53,9 @@ struct GroupOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   // A wait that takes so long, or half its timeout, says once whom it waits for; 0: TORCHTP_STALL_SECONDS, or 10 s.
   std::chrono::milliseconds stall_after{0};
+  // Two ranks whose first threads have waited so long for each other, in different calls, fail: only other threads of
+  // theirs could end that, which would have come.
+  std::chrono::milliseconds deadlock_after = std::chrono::seconds(20);
   std::string name;         // in every error message
   std::vector<int> called;  // what the ranks are called in messages; empty: as they are numbered
   // Words for messages, with the label of the call: "allreduce #7 (SUM, fp32, 1,024 elements, label)". Without it the

@@ -35,6 +35,8 @@ class Stall {
   // Looks at the processes of the ranks that are missing, at most every 50 ms.
   void look(Awaited& awaited);
   std::chrono::nanoseconds age() const { return Clock::now() - begin_; }
+  // For how long the looks have found a running rank waiting for this one while this one waits for it.
+  std::chrono::nanoseconds deadlock_age() const;
   // "allreduce #7 (...): ranks 1, 3 have not arrived after <10 s>; rank 1 runs and last called ...; rank 3 stopped
   // (SIGSTOP) 9.8 s ago and has been in allreduce #3 (...) of group 'tp' for 10 s".
   std::string describe(Awaited& awaited, const std::string& time) const;
@@ -42,6 +44,7 @@ class Stall {
  private:
   // Nothing of one whose first thread waits in a call of ours: whether it naps or looks just now is chance.
   std::string state_of(int rank, const std::vector<ToldWait>& waits) const;
+  const ToldWait* wait_for_us(const std::vector<ToldWait>& waits) const;
 
   const Liveness& liveness_;
   const std::vector<int>& called_;
@@ -50,6 +53,12 @@ class Stall {
   const Clock::time_point begin_;
   Clock::time_point looked_at_ = begin_;
   std::array<Clock::time_point, kMaxRanks> stopped_at_{};
+  struct Circle {
+    int64_t since_ns =
+        0;  // of the other rank's wait, which tells it from later ones; 0: it does not wait for this rank
+    Clock::time_point seen_at;
+  };
+  std::array<Circle, kMaxRanks> circles_{};
 };
 
 }  // namespace torchtp::shm

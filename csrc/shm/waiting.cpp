@@ -76,7 +76,7 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   const milliseconds limit = timeout();
   const Deadline deadline(limit);
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
-  const bool is_blocked = channel == Channel::kRound && on_main_thread();
+  const bool is_blocked = channel != Channel::kMailbox && on_main_thread();
   Stall stall(*liveness_, options_.called, {rank_, is_blocked}, [this](int rank) { return waits_of(rank); });
   LongWait long_wait(options_.whereabouts, *this);
   const auto tell = [&] {
@@ -96,6 +96,7 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
     if (deadline.passed()) {
       fail(stall.describe(awaited, cat(in_words(limit), " (the timeout of rank ", called(rank_), ")")));
     }
+    if (stall.deadlock_age() >= options_.deadlock_after) fail(stall.describe(awaited, in_words(stall.age())));
     if (!reported && stall.age() >= patience) {
       reported = true;
       report(stall.describe(awaited, in_words(stall.age())));

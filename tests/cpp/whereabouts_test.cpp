@@ -2,8 +2,13 @@
 
 #include "shm/whereabouts.h"
 
+#include <csignal>
+#include <fstream>
+#include <iterator>
+
 #include "check.h"
 #include "core/format.h"
+#include "exchange/shm_exchange.h"
 #include "processes.h"
 #include "shm/group.h"
 #include "shm/mailbox.h"
@@ -65,6 +70,12 @@ Fingerprint step(uint64_t sequence) {
 
 void check_lacks(const std::string& text, const std::string& part) {
   if (text.find(part) != std::string::npos) throw std::runtime_error("'" + part + "' is in: " + text);
+}
+
+bool is_stopped(int pid) {
+  std::ifstream file(torchtp::cat("/proc/", pid, "/stat"));
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  return text.find(") T ") != std::string::npos;
 }
 
 // Rank 1 waits in a group with rank 2 for that one, which waits for it in the group of all three: none but another
@@ -138,6 +149,64 @@ void a_wait_of_another_thread_is_no_deadlock() {
     beside.await(kZeroReported);
     one->round(step(1));
     worker.join();
+  });
+}
+
+// Exchanges of halos as well as rounds, here of one group that rank 0 calls on with a halo and rank 1 with a round.
+void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
+  struct Nowhere : torchtp::exchange::Sink {
+    void write(uint32_t, size_t, const std::byte*, size_t) override {}
+  };
+  for (const bool halo : {false, true}) {
+    run_processes(2, [&](Bootstrap& bootstrap) {
+      const auto whereabouts = std::make_shared<Whereabouts>();
+      const auto make = [&](const std::string& name) {
+        GroupOptions given = options(name, whereabouts, [](const std::string&) {});
+        given.deadlock_after = milliseconds(200);
+        return Group::create(bootstrap, given);
+      };
+      const auto one = make("one"), other = make("other");
+      std::string error;
+      if (bootstrap.rank() == 1) {
+        error = error_of([&] { (halo ? one : other)->round(step(1)); });
+        CHECK_CONTAINS(error, "call #1");
+      } else if (halo) {
+        torchtp::exchange::ShmExchange exchange(one);
+        error = error_of([&] { exchange.finish(exchange.start({}, {{1, 256, std::make_shared<Nowhere>()}})); });
+        CHECK_CONTAINS(error, "256 bytes from rank 1");
+      } else {
+        error = error_of([&] { one->round(step(1)); });
+        CHECK_CONTAINS(error, "call #1");
+      }
+      // Of two groups the one fails first, and the other when its rank leaves.
+      if (halo) CHECK_CONTAINS(error, "that is a deadlock");
+      check_lacks(error, "the timeout of");
+    });
+  }
+}
+
+// What a stopped rank has told may be long past.
+void a_rank_that_waits_and_is_stopped_is_in_no_deadlock() {
+  Beside beside(0);
+  enum { kOneWaits };
+  run_processes(2, [&](Bootstrap& bootstrap) {
+    const auto whereabouts = std::make_shared<Whereabouts>();
+    const auto pids = bootstrap.all_gather(std::to_string(getpid()));
+    GroupOptions given = options("test", whereabouts, [&](const std::string&) { beside.say(kOneWaits); });
+    given.deadlock_after = milliseconds(1);
+    const auto one = Group::create(bootstrap, given), other = Group::create(bootstrap, given);
+    if (bootstrap.rank() == 1) {
+      error_of([&] { other->round(step(1)); });
+      return;
+    }
+    beside.await(kOneWaits);
+    const int pid = std::stoi(pids[1]);
+    CHECK(kill(pid, SIGSTOP) == 0);
+    while (!is_stopped(pid)) usleep(1000);
+    one->set_timeout(milliseconds(300));
+    const std::string error = error_of([&] { one->round(step(1)); });
+    CHECK(kill(pid, SIGCONT) == 0);
+    CHECK_CONTAINS(error, "(the timeout of rank 0)");
   });
 }
 
@@ -232,6 +301,9 @@ int main() {
   return torchtp::test::run({
       {"a rank that waits in another group is told of", a_rank_that_waits_in_another_group_is_told_of},
       {"a wait of another thread is no deadlock", a_wait_of_another_thread_is_no_deadlock},
+      {"ranks that wait for each other fail long before the timeout",
+       ranks_that_wait_for_each_other_fail_long_before_the_timeout},
+      {"a rank that waits and is stopped is in no deadlock", a_rank_that_waits_and_is_stopped_is_in_no_deadlock},
       {"a wait that failed is told until its group ends", a_wait_that_failed_is_told_until_its_group_ends},
       {"a rank that waits for a message of the same group is told of",
        a_rank_that_waits_for_a_message_of_the_same_group_is_told_of},
