@@ -8,7 +8,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -92,17 +91,21 @@ at::Tensor pool_backward(const PoolGeometry& geometry, const at::Tensor& dy, int
 
 }  // namespace
 
+at::MemoryFormat avg_pool_format(const PoolGeometry& geometry, const at::Tensor& like) {
+  return geometry.num_spatial() == 3 ? at::MemoryFormat::Contiguous : like.suggest_memory_format();
+}
+
 at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const AvgPoolDivisor& divisor,
                     const std::vector<Cut>& cuts) {
   TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool: divisor_override must not be 0");
   const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
   const at::Tensor frame = geometry.pull_frames(input, 0);
   if (geometry.nothing() || input.is_meta()) {
-    return at::empty(geometry.output_sizes(), input.options(), input.suggest_memory_format());
+    return at::empty(geometry.output_sizes(), input.options(), avg_pool_format(geometry, input));
   }
   const Divisors by = divisors(geometry, divisor, input.options());
   const at::Tensor output = pool(geometry, frame, by.all.value_or(1));
-  return by.all ? output : output.div_(by.each);
+  return (by.all ? output : output.div_(by.each)).contiguous(avg_pool_format(geometry, input));
 }
 
 at::Tensor avg_pool_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes, const PoolParams& params,
@@ -110,12 +113,13 @@ at::Tensor avg_pool_backward(const at::Tensor& grad_output, at::IntArrayRef inpu
   TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool_backward: divisor_override must not be 0");
   const PoolGeometry geometry("avg_pool_backward", input_sizes, params, cuts);
   geometry.check_backward("avg_pool_backward", input_sizes, grad_output);
+  const auto format = avg_pool_format(geometry, grad_output);
   if (geometry.nothing() || grad_output.is_meta()) {
-    return geometry.push_frames(at::zeros(geometry.frame_sizes(), grad_output.options()));
+    return geometry.push_frames(at::empty(geometry.frame_sizes(), grad_output.options(), format).zero_());
   }
   const Divisors by = divisors(geometry, divisor, grad_output.options());
   const at::Tensor dy = by.all ? grad_output : grad_output.div(by.each).to(grad_output.scalar_type());
-  return geometry.push_frames(pool_backward(geometry, dy, by.all.value_or(1)));
+  return geometry.push_frames(pool_backward(geometry, dy, by.all.value_or(1)).contiguous(format)).contiguous(format);
 }
 
 }  // namespace torchtp::spatial

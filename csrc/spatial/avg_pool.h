@@ -14,6 +14,9 @@ struct AvgPoolDivisor {
   std::optional<int64_t> override_by;
 };
 
+// Of the output, and of the input's gradient: as ATen has it, contiguous in three dims.
+at::MemoryFormat avg_pool_format(const PoolGeometry& geometry, const at::Tensor& like);
+
 // Own rows of the output. Dilation of the params is 1.
 at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const AvgPoolDivisor& divisor,
                     const std::vector<Cut>& cuts);

@@ -37,7 +37,7 @@ at::Tensor avg_pool_meta(const at::Tensor& input, at::IntArrayRef kernel_size, a
   const auto cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
   if (planned(cuts)) return avg_pool(input, params, {count_include_pad, divisor_override}, cuts);
   const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
-  return at::empty(geometry.output_sizes(), input.options(), input.suggest_memory_format());
+  return at::empty(geometry.output_sizes(), input.options(), avg_pool_format(geometry, input));
 }
 
 at::Tensor avg_pool_backward_meta(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
@@ -49,9 +49,9 @@ at::Tensor avg_pool_backward_meta(const at::Tensor& grad_output, at::IntArrayRef
   if (planned(cuts)) {
     return avg_pool_backward(grad_output, input_sizes, params, {count_include_pad, divisor_override}, cuts);
   }
-  PoolGeometry("avg_pool_backward", input_sizes, params, cuts)
-      .check_backward("avg_pool_backward", input_sizes, grad_output);
-  return at::empty(input_sizes, grad_output.options(), grad_output.suggest_memory_format());
+  const PoolGeometry geometry("avg_pool_backward", input_sizes, params, cuts);
+  geometry.check_backward("avg_pool_backward", input_sizes, grad_output);
+  return at::empty(input_sizes, grad_output.options(), avg_pool_format(geometry, grad_output));
 }
 
 struct AvgPool {

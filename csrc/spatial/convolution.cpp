@@ -5,8 +5,6 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -30,7 +28,8 @@ namespace {
 // What a rank with no output row returns; keeps the dtype and layout the others have.
 at::Tensor no_rows(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params,
                    const std::vector<Cut>& cuts) {
-  return at::zeros(own_output_sizes(input, weight, params, cuts), input.options());
+  return at::empty(own_output_sizes(input, weight, params, cuts), input.options(), convolution_format(input, weight))
+      .zero_();
 }
 
 bool is_empty(const Cut& cut, const std::vector<Interval>& all) { return all[cut.group.rank].empty(); }
@@ -143,8 +142,9 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
   }
   at::Tensor grad_input, grad_weight;
   if (nothing) {
-    if (output_mask[0]) grad_input = at::zeros_like(input);
-    if (output_mask[1]) grad_weight = at::zeros_like(weight);
+    std::tie(grad_input, grad_weight) = new_gradients(input, weight, output_mask);
+    if (output_mask[0]) grad_input.zero_();
+    if (output_mask[1]) grad_weight.zero_();
   } else {
     const bool by_rows = output_mask[1] && has_weight_rows(input, weight, local);
     const bool mirrored = output_mask[0] && pays_mirrored(input, weight, local);
@@ -157,20 +157,46 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
     }
     if (mirrored) grad_input = mirrored_convolution(dy, weight, local);
     if (by_rows) grad_weight = weight_rows(dy, x, weight, local);
-    // One layout on all ranks: collectives add memory, and a rank without rows answers in the weight's own layout.
-    if (output_mask[1]) grad_weight = grad_weight.contiguous(weight.suggest_memory_format());
   }
   return {grad_input, grad_weight};
 }
 
+// NOTE [format of a convolution]
+// Libraries answer in channels last where either factor is, or in whatever they can. Here it is one rule, so that ranks
+// without rows, gradients that collectives add as memory, and fake tensors, which know neither device nor library, have
+// the strides of all others.
+at::Tensor in_format_of(const at::Tensor& input, const at::Tensor& weight) {
+  const at::Tensor x = with_format(input);
+  const auto format = convolution_format(x, weight);
+  return x.suggest_memory_format() == format ? x : x.contiguous(format);
+}
+
 }  // namespace
+
+at::MemoryFormat convolution_format(const at::Tensor& input, const at::Tensor& weight) {
+  const auto format = with_format(input).suggest_memory_format();
+  return format == at::MemoryFormat::Contiguous ? weight.suggest_memory_format() : format;
+}
+
+std::tuple<at::Tensor, at::Tensor> new_gradients(const at::Tensor& input, const at::Tensor& weight,
+                                                 const std::array<bool, 3>& output_mask) {
+  at::Tensor grad_input, grad_weight;
+  if (output_mask[0]) {
+    grad_input = at::empty_symint(input.sym_sizes(), input.options(), convolution_format(input, weight));
+  }
+  if (output_mask[1]) {
+    grad_weight = at::empty_symint(weight.sym_sizes(), weight.options(), weight.suggest_memory_format());
+  }
+  return {grad_input, grad_weight};
+}
 
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        const ConvolutionParams& params, const std::vector<Cut>& cuts) {
   check_convolution("convolution", input, weight, bias, params, cuts);
-  const at::Tensor x = with_format(input);
-  return params.transposed ? forward_transposed(x, weight, bias, params, cuts)
-                           : forward_conv(x, weight, bias, params, cuts);
+  const at::Tensor x = in_format_of(input, weight);
+  const at::Tensor output = params.transposed ? forward_transposed(x, weight, bias, params, cuts)
+                                              : forward_conv(x, weight, bias, params, cuts);
+  return output.contiguous(convolution_format(x, weight));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& grad_output,
@@ -180,7 +206,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::vector<Cut>& cuts) {
   check_convolution_backward("convolution_backward", grad_output, input, weight, params, cuts);
   at::Tensor grad_input, grad_weight, grad_bias;
-  const at::Tensor x = with_format(input), dy = with_format(grad_output);
+  const at::Tensor x = in_format_of(input, weight), dy = with_format(grad_output);
   if (has_depthwise(x, weight, params)) {
     std::tie(grad_input, grad_weight) = depthwise_backward(dy, x, weight, params, output_mask, cuts);
   } else if (pays_border_way(x, cuts) && has_border_way(x, weight, params, cuts)) {
@@ -188,6 +214,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   } else {
     std::tie(grad_input, grad_weight) = backward_on_pulled(dy, x, weight, params, output_mask, cuts);
   }
+  if (output_mask[0]) grad_input = grad_input.contiguous(convolution_format(x, weight));
+  if (output_mask[1]) grad_weight = grad_weight.contiguous(weight.suggest_memory_format());
   if (output_mask[2]) {
     std::vector<int64_t> dims{0};
     for (int64_t dim = 2; dim < dy.dim(); ++dim) dims.push_back(dim);

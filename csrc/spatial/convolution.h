@@ -30,6 +30,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
                                                                     const std::array<bool, 3>& output_mask,
                                                                     const std::vector<Cut>& cuts);
 
+// Of the output and of the input's gradient, whatever computes them. See NOTE [format of a convolution] in
+// convolution.cpp.
+at::MemoryFormat convolution_format(const at::Tensor& input, const at::Tensor& weight);
+// Memory for (dx, dw), as convolution_backward returns them.
+std::tuple<at::Tensor, at::Tensor> new_gradients(const at::Tensor& input, const at::Tensor& weight,
+                                                 const std::array<bool, 3>& output_mask);
+
 // Raises on all ranks alike: where sizes, devices and numbers do not fit, a cut dim is not spatial or a kernel does not
 // fit into one.
 void check_convolution(const char* op, const at::Tensor& input, const at::Tensor& weight,

@@ -52,8 +52,7 @@ at::Tensor convolution_meta(const at::Tensor& input, const at::Tensor& weight, c
   const std::vector<Cut> cuts = make_cuts(cut_dims, cut_extents, cut_groups, input.dim());
   check_convolution("convolution", input, weight, bias, params, cuts);
   if (planned(cuts)) convolution(input, weight, {}, params, cuts);
-  return at::empty(own_output_sizes(input, weight, params, cuts), input.options(),
-                   with_format(input).suggest_memory_format());
+  return at::empty(own_output_sizes(input, weight, params, cuts), input.options(), convolution_format(input, weight));
 }
 
 Three convolution_backward_meta(const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
@@ -67,9 +66,8 @@ Three convolution_backward_meta(const at::Tensor& grad_output, const at::Tensor&
   if (planned(cuts)) {
     convolution_backward(grad_output, input, weight, params, {output_mask[0], output_mask[1], false}, cuts);
   }
-  at::Tensor grad_input, grad_weight, grad_bias;
-  if (output_mask[0]) grad_input = at::empty_like(input);
-  if (output_mask[1]) grad_weight = at::empty_like(weight);
+  const auto [grad_input, grad_weight] = new_gradients(input, weight, output_mask);
+  at::Tensor grad_bias;
   if (output_mask[2]) {
     grad_bias = at::empty_symint({transposed ? weight.sym_size(1) * groups : weight.sym_size(0)}, weight.options());
   }

@@ -198,7 +198,8 @@ at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params,
   for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
     if (!axis->taps->copies) x = resample(x, *axis, false);
   }
-  return x.to(input.scalar_type());
+  // With one row or column left on the way a tensor no longer tells.
+  return x.to(input.scalar_type()).contiguous(input.suggest_memory_format());
 }
 
 at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes,
@@ -217,7 +218,7 @@ at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
     for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
       if (axis->cut) grad = push_add(grad, *axis->cut, axis->taps->wanted);
     }
-    return grad.to(grad_output.scalar_type());
+    return grad.to(grad_output.scalar_type()).contiguous(grad_output.suggest_memory_format());
   }
 #endif
   grad = grad.to(working_type(grad.scalar_type()));
@@ -227,7 +228,7 @@ at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
   for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
     if (axis->cut) grad = push_add(grad, *axis->cut, axis->taps->wanted);
   }
-  return grad.to(grad_output.scalar_type());
+  return grad.to(grad_output.scalar_type()).contiguous(grad_output.suggest_memory_format());
 }
 
 }  // namespace torchtp::spatial
