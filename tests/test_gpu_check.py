@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import guard, page, part, targets, tests, timing
+from benchmarks.gpu import guard, networks, page, part, ranks, targets, tests, timing
 from benchmarks.gpu.smooth import Smooth
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +82,22 @@ def test_gradients_without_kinks_move_as_little_as_their_input(kinked):
     with Smooth():
         assert kinked(values).shape == shape
         assert (gradient(noise) - gradient(-noise)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("module", [ranks, networks])
+def test_a_case_of_ranks_has_longer_than_its_ranks_on_a_slow_machine_too(module, monkeypatch):
+    limits = []
+
+    class Noted:
+        dry = True
+
+        def case(self, name, run, seconds=30.0):
+            limits.append((seconds, run()))
+
+    monkeypatch.setattr(module, "on_ranks", lambda *args, timeout=35.0: timeout)
+    monkeypatch.setenv("TORCHTP_TIMEOUT_SCALE", "4")
+    module.run(Noted(), None)
+    assert limits and all(seconds > 4 * timeout for seconds, timeout in limits)
 
 
 def test_parts_are_added_to_a_run_of_the_same_commit_alone(tmp_path):

@@ -24,6 +24,7 @@ from benchmarks.gpu.ranks import ONE_CARD, on_ranks
 from benchmarks.gpu.smooth import Smooth
 from benchmarks.library_networks import networks
 from benchmarks.networks import Axes, compare_step, image_of, installed, layout_of, made, mesh_text, named, step
+from torchtp.testing import timeout_scale
 
 _LIBRARIES = ("torchvision", "timm", "transformers")
 # Float32 on one device is off by so much of float64; a cut one may be off by so many times that.
@@ -78,7 +79,7 @@ def run(part: Part, options: argparse.Namespace) -> None:
                 lambda each=each, axes=axes, size=size: on_ranks(  # type: ignore[misc]
                     size, body, part.dry, each.library, each.name, axes, timeout=60.0
                 ),
-                seconds=75,
+                seconds=75 * timeout_scale(),
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.gpu import rank_bodies
 from benchmarks.gpu.part import Part, main
-from torchtp.testing import run_ranks
+from torchtp.testing import run_ranks, timeout_scale
 
 # For several ranks on one card; rank_bodies.start adds a host of its own for each rank.
 ONE_CARD = {
@@ -42,7 +42,7 @@ def run(part: Part, options: argparse.Namespace) -> None:
     dry, most = part.dry, 2 if part.dry else 4
 
     def add(name: str, size: int, body: Callable[..., dict[str, Any]], *args: Any) -> None:
-        part.case(f"{name}, {size} ranks", lambda: on_ranks(size, body, dry, *args), seconds=50)
+        part.case(f"{name}, {size} ranks", lambda: on_ranks(size, body, dry, *args), seconds=50 * timeout_scale())
 
     add("plain NCCL", 2, rank_bodies.plain_nccl)
     add("plain symmetric memory", 2, rank_bodies.symmetric_memory)
