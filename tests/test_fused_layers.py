@@ -74,6 +74,16 @@ def test_under_autocast_the_residual_keeps_its_dtype():
     assert {p.grad.dtype for p in block.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_depthwise_layer_norm_is_cast_as_autocast_casts_a_convolution(dtype):
+    image, weight = torch.randn(2, 4, 6, 7, dtype=dtype), torch.randn(4, 1, 3, 3, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torchtp.nn.depthwise_layer_norm(image, weight, None, None, None)
+        convolved = nn.functional.conv2d(image, weight, groups=4)
+    expected = torchtp.nn.depthwise_layer_norm(image.to(convolved.dtype), weight.to(convolved.dtype), None, None, None)
+    assert found.dtype == convolved.dtype and torch.equal(found, expected)
+
+
 def cut_blocks():
     layout = make_layout({"h": 2, "w": 2})
     image = torch.randn(2, 8, 9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(2))

@@ -34,6 +34,20 @@ class _PaddedConvolution(nn.modules.conv._ConvNd):
         )
 
 
+def as_under_autocast(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What autocast hands to F.conv2d: float64 stays as it is."""
+    kind = input.device.type
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(kind))
+
+    if not torch.is_autocast_enabled(kind):
+        return input, weight, bias
+    return cast(input), cast(weight), None if bias is None else cast(bias)
+
+
 def _is_depthwise(layer: nn.modules.conv._ConvNd, input: torch.Tensor) -> bool:
     """Whether a plain image on a device meets one filter a channel, for which there are kernels."""
     return (
@@ -49,10 +63,7 @@ def _is_depthwise(layer: nn.modules.conv._ConvNd, input: torch.Tensor) -> bool:
 def _depthwise(
     layer: nn.modules.conv._ConvNd, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):  # as autocast does to F.conv2d
-        dtype = torch.get_autocast_dtype(kind)
-        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    input, weight, bias = as_under_autocast(input, weight, bias)
     params = layer.stride, layer.padding, layer.dilation, False, [0] * (input.dim() - 2), layer.groups
     return torch.ops.torchtp.convolution(input, weight, bias, *params, [], [], [])
 

@@ -12,6 +12,7 @@ from torchtp import lazy
 from torchtp.dtensor.cut import cut_of
 from torchtp.dtensor.spatial import local_part
 from torchtp.dtensor.wrapping import from_part
+from torchtp.nn.convolution import as_under_autocast
 
 Pair = int | Sequence[int]
 
@@ -69,9 +70,6 @@ def _on_own_rows(
     params: tuple[list[int], list[int], list[int]],
     cut: tuple[list[int], list[int], list[str]],
 ) -> torch.Tensor:
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):  # as autocast does to F.conv2d
-        dtype = torch.get_autocast_dtype(kind)
-        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    input, weight, bias = as_under_autocast(input, weight, bias)
     op = torch.ops.torchtp.depthwise_layer_norm
     return op(input, weight, bias, norm_weight, norm_bias, eps, False, *params, *cut)[0]
