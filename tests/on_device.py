@@ -10,6 +10,7 @@ import pretended
 import pytest
 import torch
 import torch.nn.functional as F
+from fakes import Compared
 from torch import Tensor
 
 import torchtp  # noqa: F401
@@ -45,11 +46,13 @@ def compare(
     what: object = None,
     strided: bool = False,
 ) -> None:
-    """Outputs and the gradients of all inputs; `strided`: everything lies in memory anyhow."""
+    """Outputs and the gradients of all inputs, and that fake tensors have their strides; `strided`: everything lies in memory anyhow."""
     mine = [x.detach().to(DEVICE) for x in inputs]
     mine = [(any_strides(x) if strided else x).requires_grad_() for x in mine]
     theirs = [x.detach().double().requires_grad_() for x in inputs]
-    out, expected = op(*mine), reference(*theirs)
+    with Compared():
+        out = op(*mine)
+    expected = reference(*theirs)
     rounding = ROUNDING[inputs[0].dtype]
     assert out.dtype == inputs[0].dtype and out.shape == expected.shape, what
     close(out, expected, rounding, (what, "output"))
@@ -58,7 +61,8 @@ def compare(
     dy = random_tensor(*expected.shape, dtype=inputs[0].dtype)
     dy = dy.contiguous(memory_format=torch.channels_last) if random.random() < 0.5 and dy.dim() == 4 else dy
     gradient = any_strides(dy.to(DEVICE)) if strided else dy.to(DEVICE)
-    found = torch.autograd.grad(out, mine, gradient)
+    with Compared():
+        found = torch.autograd.grad(out, mine, gradient)
     grads = torch.autograd.grad(expected, theirs, dy.double())
     for i, (a, b) in enumerate(zip(found, grads, strict=True)):
         close(a, b, 2 * rounding, (what, "gradient", i))

@@ -71,6 +71,17 @@ def test_layer_norm(dtype, layout, channels):
         )
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layer_norm_that_has_no_kernel(layout):
+    x = random_tensor(2, 6, 5, 7, dtype=torch.float64, layout=layout)
+    weight, bias = (random_tensor(6, dtype=torch.float64) for _ in range(2))
+    compare(
+        lambda t, w, b: OPS.layer_norm_channels_first(t, w, b, 1e-5)[0],
+        lambda t, w, b: F.layer_norm(t.movedim(1, -1), (6,), w, b, 1e-5).movedim(-1, 1),
+        [x, weight, bias],
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (9, 1), (4, 1), (7, 2)])

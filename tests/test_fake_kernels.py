@@ -8,47 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import Compared, is_faked
 from sharding import shardings
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtp.testing import run_ranks
-
-
-class Compared(TorchDispatchMode):
-    """Has each op of torchtp answer on tensors without data too, and compares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        expected = None
-        if func.namespace == "torchtp" and _is_faked(func):
-            expected = func(*pytree.tree_map_only(Tensor, _without_data, args), **(kwargs or {}))
-            self.seen.add(func.overloadpacket.__name__)
-        found = func(*args, **(kwargs or {}))
-        if expected is not None:
-            assert _facts(found) == _facts(expected), (func, pytree.tree_map_only(Tensor, _facts, args))
-        return found
-
-
-def _is_faked(op: Any) -> bool:
-    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _facts(results: Any) -> list[Any]:
-    """As Inductor's code compares them: strides of one row, or of a tensor without elements, say nothing."""
-    tensors = [leaf for leaf in pytree.tree_leaves(results) if leaf is not None]
-    return [
-        (tuple(t.shape), t.dtype, [t.stride(dim) for dim in range(t.dim()) if t.numel() and t.size(dim) > 1])
-        for t in tensors
-    ]
 
 
 def lies(rng: random.Random, tensor: Tensor) -> Tensor:
@@ -125,5 +89,5 @@ def compare(seed: int, count: int) -> set[str]:
 def test_fake_results_lie_as_real_ones_do(ranks):
     seen = set.union(*run_ranks(compare, ranks, 7, 8, timeout=120.0))
     names = [name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "torchtp::" in name]
-    faked = {name for name in names if _is_faked(getattr(torch.ops.torchtp, name).default)}
+    faked = {name for name in names if is_faked(getattr(torch.ops.torchtp, name).default)}
     assert faked - seen == {"share", "pull_start", "pull_finish"}  # of lazy.py; the halves of pull

@@ -37,7 +37,10 @@ at::Tensor atens_factors(const at::Tensor& x, const Optional& numbers, double ot
 }
 
 at::Tensor channels_inner(const at::Tensor& x) { return x.movedim(1, -1); }
-at::Tensor channels_first(const at::Tensor& x) { return x.movedim(-1, 1); }
+// In the layout of `like`, as all other ways answer; a fake tensor has its strides.
+at::Tensor channels_first(const at::Tensor& x, const at::Tensor& like) {
+  return x.movedim(-1, 1).contiguous(like.suggest_memory_format());
+}
 
 std::vector<int64_t> position_sizes(const at::Tensor& x) {
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -77,7 +80,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first(const a
   if (atens(x)) {
     auto [y, mean, rstd] = at::native_layer_norm(channels_inner(x), {x.size(1)}, atens_factors(x, weight, 1),
                                                  atens_factors(x, bias, 0), eps);
-    return {channels_first(y), mean.to(type).view(position_sizes(x)), rstd.to(type).view(position_sizes(x))};
+    return {channels_first(y, x), mean.to(type).view(position_sizes(x)), rstd.to(type).view(position_sizes(x))};
   }
   const at::Tensor y = at::empty_like(x), mean = at::empty(position_sizes(x), x.options().dtype(type)),
                    rstd = at::empty_like(mean);
@@ -121,7 +124,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layer_norm_channels_first_backwar
     const auto summed_in = x.is_cpu() ? type : x.scalar_type();
     std::tie(grad_input, grad_weight, grad_bias) = at::native_layer_norm_backward(
         channels_inner(dy.to(summed_in)), channels_inner(x.to(summed_in)), {x.size(1)}, m, r, w, w, output_mask);
-    if (output_mask[0]) grad_input = channels_first(grad_input).to(x.scalar_type());
+    if (output_mask[0]) grad_input = channels_first(grad_input.to(x.scalar_type()), x);
     if (output_mask[1]) grad_weight = like_weight(grad_weight);
     if (output_mask[2]) grad_bias = like_weight(grad_bias);
     return {grad_input, grad_weight, grad_bias};
