@@ -113,6 +113,25 @@ def _with_class_token(x, token, weight):
     return image_of(y[:, 1:], x) * y[:, 0, :, None, None]
 
 
+def _correlated(x, codes):
+    """Each pixel's scores for all others are an image, whose pyramid is looked up around a place; as RAFT does."""
+    y = x.flatten(2)
+    volume = (y.transpose(1, 2) @ y).reshape(48, 1, 8, 6)
+    around = torch.linspace(-0.7, 0.7, 48 * 8, dtype=x.dtype).view(48, 2, 2, 2).sin()
+    levels = [volume, F.avg_pool2d(volume, 2), F.max_pool2d(F.pad(volume, (1, 1, 1, 1), mode="replicate"), 2)]
+    levels.append(F.interpolate(levels[1], size=(5, 3), mode="bilinear"))
+    found = torch.cat([F.grid_sample(level, around, align_corners=True).flatten(1) for level in levels], 1)
+    return found.view(1, 8, 6, 16).permute(0, 3, 1, 2).sin() * codes
+
+
+def _coded(x, codes):
+    """Pixels as the nearest of some vectors, their gradient passed on; as VQ-VAE does."""
+    y = tokens(x).flatten(0, 1)
+    nearest = (y @ codes.t()).max(1)[1]
+    chosen = F.embedding(nearest.view(1, 48), codes)
+    return image_of(chosen + tokens(x).cumsum(2), x) * F.one_hot(nearest, 5).double().mean()
+
+
 SEQUENCES = {  # of one image, which leaves no images to cut instead; with the shapes of parameters
     "block": (_block, [(4,), (12, 4), (4, 4), (8, 4), (4, 8)]),
     "scores": (_scores, [(48, 48)]),
@@ -132,6 +151,8 @@ SEQUENCES = {  # of one image, which leaves no images to cut instead; with the s
     "split_sequence": (lambda x: sum(piece.sin().sum() * i for i, piece in enumerate(tokens(x).split([5, 20, 23], 1))), []),
     "joined_sequences": (lambda x: torch.cat([tokens(x), tokens(F.avg_pool2d(x, 2)), tokens(x)[:, ::5]], 1).square(), []),
     "other_grids": (lambda x: x.flatten(2).view(1, 4, 4, 12).sin().reshape(1, 2, 3, 32), []),
+    "correlated": (_correlated, [(16, 1, 1)]),
+    "coded": (_coded, [(5, 4)]),
     "and_back_again": (lambda x: x * image_of(tokens(x).exp(), x) + F.max_pool2d(x, 3, 1, 1), []),
 }  # fmt: skip
 ONCE = {
@@ -142,6 +163,8 @@ ONCE = {
     "odd_rows",
     "few_windows",
     "class_token",
+    "correlated",
+    "coded",
 }  # the second derivatives of norms and softmax gather; extremes have none
 
 

@@ -10,6 +10,7 @@ import torch
 from torchtp.dtensor.cut import Placements, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
+from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.reduction import wide
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.sharing import local_as
@@ -144,6 +145,7 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
 
 
 @spatial_rule("grid_sampler_2d", "grid_sampler_3d")
+@takes_images_cut_twice
 def grid_sample(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _sampled(op, args, kwargs, bound(op, args, kwargs))
 
@@ -154,6 +156,7 @@ def cudnn_grid_sample(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @spatial_rule("grid_sampler_2d_backward", "grid_sampler_3d_backward")
+@takes_images_cut_twice
 def grid_sample_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _gradients(op, args, kwargs, bound(op, args, kwargs))
 

@@ -8,6 +8,7 @@ import torch
 
 from torchtp.dtensor.cut import cut_of, is_cut, owned
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import Op
@@ -39,6 +40,7 @@ def _params(mode: str, size: list[int], others: list[Any]) -> tuple[str, list[in
 
 
 @rule(*(name + "." for name in MODES))
+@takes_images_cut_twice
 def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, output_size, *others = bound(op, args, kwargs)
     if not is_cut(input):
@@ -53,6 +55,7 @@ def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule(*(name + "_backward." for name in MODES))
+@takes_images_cut_twice
 def interpolate_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cut as the output's gradient is, also where the input was whole: its gradient is smaller than the output's."""
     grad_output, output_size, input_size, *others = bound(op, args, kwargs)

@@ -114,6 +114,7 @@ def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Te
 
 
 @composite_rule("one_hot")
+@takes_nested
 def one_hot(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PyTorch does not look at the classes of a subclass of Tensor, and gives zeros for those that there are not."""
     classes, num_classes = bound(op, args, kwargs)

@@ -9,6 +9,7 @@ import torch
 
 from torchtp.dtensor.cut import Cut, Placements, cut_of, is_cut
 from torchtp.dtensor.fallback import unruled
+from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.pooling import any_dim, each, pooled_shape
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
@@ -77,6 +78,7 @@ def _taken(op: Op, input: Any) -> bool:
 
 
 @rule("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d")
+@takes_images_cut_twice
 def max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *params = bound(op, args, kwargs)
     if not _taken(op, input):
@@ -88,6 +90,7 @@ def max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward")
+@takes_images_cut_twice
 def max_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, *params, indices = bound(op, args, kwargs)
     if not _taken(op, input):

@@ -68,9 +68,10 @@ def may_nest(extent: int, sizes: Iterable[int]) -> bool:
 
 
 def _flat_placements(op: Op, tensor: DTensor) -> Placements:
-    """Placements with one axis for a dim: the inner axes cut the dim behind it of an image, W for H, or the images.
+    """Placements with one axis for a dim: the inner axes cut the dim behind it of an image, W for H, or the images, or the longest
+    dim that has rows for all ranks.
 
-    Where there is neither they cut nothing, with notice.
+    Where there is none they cut nothing, with notice.
     """
     spec = spec_of(tensor)
     sizes, shape = axes_of(spec.mesh).sizes, tensor.shape
@@ -84,10 +85,13 @@ def _flat_placements(op: Op, tensor: DTensor) -> Placements:
             seen.add(placement.dim)
             continue
         behind = placement.dim + 1
-        if len(shape) >= 4 and behind < len(shape) and behind not in held and shape[behind] >= sizes[axis]:
+        free = [dim for dim in range(len(shape)) if dim not in held and shape[dim] >= sizes[axis]]
+        if len(shape) >= 4 and behind in free:
             placements[axis] = Shard(behind)
         elif 0 not in held and shape[0] % sizes[axis] == 0:
             placements[axis] = Shard(0)
+        elif free:
+            placements[axis] = Shard(max(free, key=lambda dim: shape[dim]))
         else:
             placements[axis] = Replicate()
             continue

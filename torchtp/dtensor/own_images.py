@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import sums_done
+from torchtp.dtensor.nesting import Handler, is_nested, takes_nested_if
 from torchtp.dtensor.registry import bound
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
@@ -34,13 +37,10 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if all(tensor.dim() == num_dims - 1 for tensor in tensors):
         return _of_one_image(op, values)
-    apart = {0} if op._schema.name.startswith(_MIXES_CHANNELS) else {0, 1}
-    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t) and _cut_dims(t) <= apart), None)
+    lead = _lead(op, tensors)
     if lead is None or any(t.dim() != num_dims for t in tensors):
         return None
     cut = _cut_dims(lead)
-    if any(t.size(dim) != lead.size(dim) for t in tensors for dim in cut):
-        return None
     mesh = lead.device_mesh
     placements = sums_done(spec_of(lead).placements)
     parts = [local_as(value, mesh, placements) if isinstance(value, torch.Tensor) else value for value in values]
@@ -63,6 +63,31 @@ def on_own_images(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any 
         return wrap(mine, mesh, placements, shape)
 
     return pytree.tree_map(give, op(*parts))
+
+
+def takes_images_cut_twice(handler: Handler) -> Handler:
+    """Mark a rule for such an op: where several axes cut the images, one inside the other, and nothing else, each rank has its own."""
+
+    def images_alone(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+        tensors = [value for value in bound(op, args, kwargs) if isinstance(value, torch.Tensor)]
+        alike = len({tensor.dim() for tensor in tensors}) == 1
+        return dims == {0} and alike and tensors[0].dim() >= 4 and _lead(op, tensors) is not None
+
+    @functools.wraps(handler)
+    def either(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        results = on_own_images(op, args, kwargs) if any(map(is_nested, args)) else None
+        return handler(op, args, kwargs) if results is None else results
+
+    return takes_nested_if(images_alone)(either)
+
+
+def _lead(op: Op, tensors: Sequence[torch.Tensor]) -> DTensor | None:
+    """The tensor that says how all are cut, if it is in nothing but what the op leaves apart."""
+    apart = {0} if op._schema.name.startswith(_MIXES_CHANNELS) else {0, 1}
+    lead = next((t for t in tensors if isinstance(t, DTensor) and is_spatial(t) and _cut_dims(t) <= apart), None)
+    if lead is None or any(t.size(dim) != lead.size(dim) for t in tensors for dim in _cut_dims(lead)):
+        return None
+    return lead
 
 
 def _of_one_image(op: Op, values: tuple[Any, ...]) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed, shifted
+from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, resized, summed
 from torchtp.dtensor.sharing import local_as
@@ -49,6 +50,7 @@ def _padding(mode: str, pad: list[int], num_dims: int) -> list[tuple[int, int, i
 
 
 @spatial_rule(*(f"{mode}_pad{n}d" for mode in ("reflection", "replication") for n in (1, 2, 3)))
+@takes_images_cut_twice
 def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, pad = bound(op, args, kwargs)
     if not is_spatial(tensor) or has_strided_shard(tensor):
@@ -79,6 +81,7 @@ def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule(*(f"{mode}_pad{n}d_backward" for mode in ("reflection", "replication") for n in (1, 2, 3)))
+@takes_images_cut_twice
 def mirror_pad_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, tensor, pad = bound(op, args, kwargs)
     if not is_spatial(tensor) or has_strided_shard(tensor):

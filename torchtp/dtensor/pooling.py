@@ -9,6 +9,7 @@ import torch
 from torchtp.dtensor.cut import Placements, cut_of, is_cut, owned
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
@@ -50,6 +51,7 @@ def _avg_pool_params(num_dims: int, params: Any) -> tuple[Any, ...]:
 
 
 @rule("avg_pool2d", "avg_pool3d")
+@takes_images_cut_twice
 def avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *params = bound(op, args, kwargs)
     num_dims = int(op._schema.name[-2])
@@ -66,6 +68,7 @@ def avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @rule("avg_pool2d_backward", "avg_pool3d_backward")
+@takes_images_cut_twice
 def avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, *params = bound(op, args, kwargs)
     num_dims = 2 if "2d" in op._schema.name else 3
@@ -113,6 +116,7 @@ def _along(matrices: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+@takes_images_cut_twice
 def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bins straddle ranks: every rank averages its part of each bin, the parts are summed; the output is whole."""
     input, sizes = bound(op, args, kwargs)
@@ -130,6 +134,7 @@ def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")
+@takes_images_cut_twice
 def adaptive_avg_pool_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input = bound(op, args, kwargs)
     if not is_cut(input) or input.dim() != (4 if "2d" in op._schema.name else 5):
