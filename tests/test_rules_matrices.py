@@ -17,6 +17,11 @@ def at_each_place(x):
     return x.unflatten(1, (3, 3)).permute(0, 3, 4, 1, 2)
 
 
+def pixels(x):
+    """[N, H * W, 9]"""
+    return x.flatten(2).transpose(1, 2)
+
+
 def regular(x):
     return at_each_place(x).sin() + 4 * torch.eye(3, dtype=x.dtype)
 
@@ -52,16 +57,26 @@ CASES = {
     "diag_embed": lambda x: torch.diag_embed(x.permute(0, 2, 3, 1), -1).sin(),
     "triangles_of_the_image": lambda x: x.tril(1).sin() + x.triu(-2) * x.transpose(2, 3).tril().transpose(2, 3),
     "triangles_in_place": lambda x: (x * 1).tril_(1).sin() + (x * 1).triu_(-2),
+    "distances_to_codes": lambda x: torch.cdist(pixels(x), pixels(x)[:, :5].detach() + 1).sin(),
+    "distances_to_many_codes": lambda x: torch.cdist(pixels(x)[0], torch.linspace(-1, 1, 270).double().view(30, 9)).sin(),
+    "distances_from_codes": lambda x: torch.cdist(torch.linspace(-1, 1, 540).double().view(2, 30, 9), pixels(x)).sin(),
+    "distances_of_pixels": lambda x: torch.cdist(pixels(x), pixels(x).cos(), p=1.0),
+    "distances_at_each_place": lambda x: torch.cdist(regular(x), regular(x).cos() + 1).sin(),
 }  # fmt: skip
 # Upstream of them a product of matrices, whose batch is folded into one dim: on two axes it is gathered.
 ON_TWO_AXES = {"exponential", "diagonal_of_channels", "diag_embed", "triangles_of_the_image", "triangles_in_place"}
+
+
+# PyTorch has no second derivatives of distances between few rows, or of other norms.
+ONCE = {"distances_of_pixels", "distances_to_codes", "distances_at_each_place"}
 
 
 def compare(name, mesh):
     torchtp.dtensor.mark(device_mesh_of(mesh[0]), range(len(mesh[0])))
     torch.manual_seed(0)
     gathers = len(mesh[0]) > 1 and name not in ON_TWO_AXES
-    check(CASES[name], mesh, [torch.randn(IMAGE).double()], gathers=gathers or name.startswith("determinant_of"))
+    gathers = gathers and not name.startswith("distances") or name.startswith("determinant_of")
+    check(CASES[name], mesh, [torch.randn(IMAGE).double()], gathers=gathers, double=name not in ONCE)
 
 
 @pytest.mark.parametrize("mesh", [W3, HW], ids=["w3", "hw"])

@@ -8,6 +8,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     convolution,
     counting,
     deformed,
+    distances,
     fallback,
     grid_sample,
     indexing,
