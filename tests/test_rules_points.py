@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from rules import H4, HW, W3, check, device_mesh_of, num_ranks
@@ -82,6 +84,14 @@ def masked_by_token(x, token):
     return y.cos()
 
 
+ADDED = {  # rows of a cut image to a whole table: the shape of the table, and what is made of both
+    "index_add": ((2, 2, 4, 11), lambda x, table: table.sin().index_add(0, ROWS[:9] % 2, x.movedim(2, 0).cos(), alpha=2).sin()),
+    "index_add of pixels": ((2, 4, 7), lambda x, table: table.index_add(2, numbers(99, below=7) % 7, x.flatten(2).cos()).sin()),
+    "index_put": ((2, 4, 5, 7), lambda x, table: put(table, x.flatten(2).sin(), None, None, numbers(99, below=5), numbers(99, below=7), accumulate=True).sin()),
+    "in place": ((2, 4, 7), lambda x, table: x.sum() * torch.zeros(2, 4, 7).double().index_add_(2, numbers(99, below=7) % 7, x.flatten(2).cos()).sin() * table),
+    "by cut numbers": ((6, 4), lambda x, table: table.index_add(0, (x[0, 0] * 3).long().remainder(6).flatten(), x[1].flatten(1).t().cos()).sin()),
+    "scatter_add": ((2, 4, 7), lambda x, table: table.scatter_add(2, (numbers(99, below=7) % 7).expand(2, 4, 99), x.flatten(2).cos()).sin()),
+}  # fmt: skip
 PALETTE = torch.linspace(-1, 1, 20).double().view(4, 5)
 
 
@@ -98,10 +108,13 @@ def _compare_with_parameters(name, mesh):
     elif name == "weighed":
         labels = (x * 10).long().remainder(4)
         check(lambda x, labels, table: x * table[:, labels].sin().sum(0), mesh, [x, labels], [PALETTE.t().contiguous()])
+    else:
+        shape, fn = ADDED[name]
+        check(fn, mesh, [x], [torch.linspace(-1, 1, math.prod(shape)).double().view(shape)], double=name not in ("in place", "by cut numbers"))
 
 
 @pytest.mark.parametrize("mesh", [W3, H4, HW], ids=["w3", "h4", "h2w2"])
-@pytest.mark.parametrize("name", ["token", "looked up", "weighed"])
+@pytest.mark.parametrize("name", ["token", "looked up", "weighed", *ADDED])
 def test_parameters_that_meet_points_get_their_gradients(name, mesh):
     run_ranks(_compare_with_parameters, num_ranks(mesh), name, mesh)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.adding import scattered_up
 from torchtp.dtensor.cut import Placements, axes_of, dim_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, swapped
+from torchtp.dtensor.nesting import takes_nested_if
 from torchtp.dtensor.registry import bound, named_arguments, spatial_rule
-from torchtp.dtensor.shape import is_hardly_reduced, resized, summed, taken, without
+from torchtp.dtensor.shape import is_hardly_reduced, other_dims, resized, summed, taken, without
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
@@ -99,6 +101,7 @@ class Turn:
     "topk", "prod.dim_int", "glu", "median.dim", "logcumsumexp", "cummax", "cummin", "kthvalue",
     "_fft_r2c", "_fft_c2c", "_fft_c2r",
 )  # fmt: skip
+@takes_nested_if(other_dims)
 def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ops along some dims: on parts that have these whole."""
     named = named_arguments(op, args, kwargs)
@@ -135,6 +138,7 @@ def _computed(op: Op, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[s
 
 
 @spatial_rule("glu_backward")
+@takes_nested_if(other_dims)
 def along_whole_dim_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in op._schema.arguments]
     tensor, dim = args[1], dim_of(args[names.index("dim")], args[1].dim())
@@ -174,6 +178,7 @@ def max_unpool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @spatial_rule("gather", "scatter.src", "scatter.value", "scatter_add", "scatter_.src", "scatter_.value", "scatter_add_")
+@takes_nested_if(other_dims)
 def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is picked or put along one dim, where the others agree."""
     values = bound(op, args, kwargs)
@@ -194,6 +199,10 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
     if dim not in cut:
         local = op(*(local_as(v, mesh, placements) if isinstance(v, torch.Tensor) else v for v in args), **kwargs)
         return tensor if in_place else wrap(local, mesh, placements, shape)
+    if tensor is not lead and "scatter_add" in op.name():
+        summed_up = scattered_up(values[0], dim, index, values[3], in_place)
+        if summed_up is not None:
+            return summed_up
     turn = Turn(mesh, placements, lead.shape, {dim})
     alike = all(resized(t.shape, dim, 1) == resized(lead.shape, dim, 1) for t in tensors)
     if not alike or not turn.possible or (in_place and tensor.size(dim) == 1):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.adding import added_up
 from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, partial_over_shards, remember_picked_from, sums_done
 from torchtp.dtensor.fallback import is_short_list, unruled
 from torchtp.dtensor.moving import all_reduced, recut_tensor
@@ -81,6 +82,8 @@ def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _put(op, tensor, indices, values, accumulate, in_place)
     if result is None and node_in_backward("IndexBackward0") is not None:
         result = _looked_up_backward(op, tensor, indices, values)
+    if result is None and accumulate:
+        result = added_up(tensor, indices, values, in_place, from_end=True)
     return unruled(op, args, kwargs) if result is None else result
 
 
@@ -147,7 +150,10 @@ def _along(dim: int, numbers: Any) -> list[Any]:
 @takes_nested
 def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers = bound(op, args, kwargs)
-    result = _picked(op, tensor, _along(dim_of(dim, tensor.dim()), numbers))
+    along = _along(dim_of(dim, tensor.dim()), numbers)
+    result = _picked(op, tensor, along)
+    if result is None and numbers.dim() == 1:
+        result = _looked_up(aten.index.Tensor, tensor, along)
     return unruled(op, args, kwargs) if result is None else result
 
 
@@ -160,6 +166,8 @@ def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fits = source.dim() == tensor.dim() and source.shape == resized(tensor.shape, dim, numbers.numel())
     added = source if alpha == 1 else source * alpha
     result = _put(op, tensor, _along(dim, numbers), added, True, in_place) if fits else None
+    if result is None and fits and numbers.dim() == 1:
+        result = added_up(tensor, _along(dim, numbers), added, in_place, from_end=False)
     return unruled(op, args, kwargs) if result is None else result
 
 
@@ -182,9 +190,11 @@ def embedding(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @takes_nested
 def embedding_dense_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, numbers, num_weights, padding_idx, by_frequency = bound(op, args, kwargs)
-    if not taken(numbers) or by_frequency:
+    lead = numbers if taken(numbers) else grad  # numbers of few points are whole
+    if not taken(lead) or by_frequency or any(plain_shard(p) and p.dim == numbers.dim() for p in lead.placements):
         return unruled(op, args, kwargs)
-    local, mesh, placements = summed(numbers)
+    _, mesh, placements = summed(lead)
+    local = local_as(numbers, mesh, placements)
     table = op(local_as(grad, mesh, placements), local, num_weights, padding_idx, False)
     if in_backward():
         return wrap(table, mesh, partial_over_shards(placements), table.shape)  # whoever adds it up, does it once
