@@ -135,6 +135,131 @@ def _run(how):
     return _caught(CHECKS[how])
 
 
+def _named(*names):
+    return [(name, nn.Parameter(torch.ones(2))) for name in names]
+
+
+# What one rank makes a mistake in and the others do right; the last is whether the group outlives it.
+ON_ONE = {
+    "reducer of names": (lambda: GradientReducer(["a"]), lambda: GradientReducer(_named("a")), True),
+    "reducer of nothing": (lambda: GradientReducer([]), lambda: GradientReducer(_named("a")), True),
+    "reducer of computed": (
+        lambda: GradientReducer([("a", _named("a")[0][1] * 2)]),
+        lambda: GradientReducer(_named("a")),
+        True,
+    ),
+    "reducer of 3": (lambda: GradientReducer(3), lambda: GradientReducer(_named("a")), True),
+    "reducer's compression": (
+        lambda: GradientReducer(_named("a"), compression="fp8"),
+        lambda: GradientReducer(_named("a"), compression="fp16"),
+        True,
+    ),
+    "reducer's packing": (
+        lambda: GradientReducer(_named("a"), packing="loose"),
+        lambda: GradientReducer(_named("a")),
+        True,
+    ),
+    "reducer's bytes": (
+        lambda: GradientReducer(_named("a"), bucket_bytes=-1),
+        lambda: GradientReducer(_named("a")),
+        True,
+    ),
+    "no optimizer": (
+        lambda: hvd.DistributedOptimizer(3),
+        lambda: hvd.DistributedOptimizer(_optimizer()[1]),
+        True,
+    ),
+    "compression": (
+        lambda: hvd.DistributedOptimizer(_optimizer()[1], compression="fp8"),
+        lambda: hvd.DistributedOptimizer(_optimizer()[1]),
+        True,
+    ),
+    "passes": (
+        lambda: hvd.DistributedOptimizer(_optimizer()[1], backward_passes_per_step=2),
+        lambda: hvd.DistributedOptimizer(_optimizer()[1]),
+        True,
+    ),
+    "no passes": (
+        lambda: hvd.DistributedOptimizer(_optimizer()[1], backward_passes_per_step=0),
+        lambda: hvd.DistributedOptimizer(_optimizer()[1]),
+        True,
+    ),
+    "root of parameters": (
+        lambda: hvd.broadcast_parameters({"a": torch.ones(2)}, 5),
+        lambda: hvd.broadcast_parameters({"a": torch.ones(2)}),
+        True,
+    ),
+    "other root of parameters": (
+        lambda: hvd.broadcast_parameters({"a": torch.ones(2)}, 1),
+        lambda: hvd.broadcast_parameters({"a": torch.ones(2)}),
+        True,
+    ),
+    "state": (
+        lambda: hvd.broadcast_optimizer_state({}),
+        lambda: hvd.broadcast_optimizer_state(_optimizer()[1]),
+        True,
+    ),
+    "other groups": (
+        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD(_named("a"), lr=1.0)),
+        lambda: hvd.broadcast_optimizer_state(_optimizer()[1]),
+        True,
+    ),
+    "root of state": (
+        lambda: hvd.broadcast_optimizer_state(_optimizer()[1], 1),
+        lambda: hvd.broadcast_optimizer_state(_optimizer()[1]),
+        True,
+    ),
+    "allreduce": (lambda: hvd.allreduce(3), lambda: hvd.allreduce(torch.ones(2)), False),
+    "in place": (
+        lambda: hvd.allreduce_(torch.ones(2), op="median"),
+        lambda: hvd.allreduce_(torch.ones(2)),
+        False,
+    ),
+    "grouped": (
+        lambda: hvd.grouped_allreduce([torch.ones(2), 3]),
+        lambda: hvd.grouped_allreduce([torch.ones(2)] * 2),
+        False,
+    ),
+    "reducescatter": (
+        lambda: hvd.reducescatter(torch.ones(())),
+        lambda: hvd.reducescatter(torch.ones(2)),
+        False,
+    ),
+    "broadcast": (lambda: hvd.broadcast(3, 0), lambda: hvd.broadcast(torch.ones(2), 0), False),
+    "broadcast's root": (
+        lambda: hvd.broadcast_(torch.ones(2), "0"),
+        lambda: hvd.broadcast_(torch.ones(2), 0),
+        False,
+    ),
+    "object's root": (lambda: hvd.broadcast_object(3, 2), lambda: hvd.broadcast_object(3), False),
+}
+
+
+def _on_one(how):
+    hvd.init()
+    wrong, right, goes_on = ON_ONE[how]
+    try:
+        (wrong if hvd.rank() == 1 else right)()
+    except (RuntimeError, TypeError, ValueError) as error:
+        caught = type(error).__name__, str(error)
+    else:
+        return None
+    if goes_on:
+        assert hvd.allreduce(torch.ones(2), False).tolist() == [2, 2]
+    return caught
+
+
+@pytest.mark.parametrize("how", ON_ONE)
+def test_a_mistake_of_one_rank_raises_on_all(how):
+    goes_on = ON_ONE[how][2]
+    caught = run_ranks(_on_one, 2, how, backend="torchtp", fresh=not goes_on, timeout=20)
+    assert all(caught)
+    if goes_on:
+        assert caught[0][0] == caught[1][0] and caught[1][1] in caught[0][1]
+    else:
+        assert "refused" in caught[0][1] and caught[1][0] in ("TypeError", "ValueError")
+
+
 @pytest.mark.parametrize(
     "call",
     [

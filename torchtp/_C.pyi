@@ -97,6 +97,16 @@ class Reducer:
         packing: str,
         own_hook: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None: ...
+    @staticmethod
+    def check(
+        parameters: list[torch.Tensor],
+        names: list[str],
+        bucket_bytes: int,
+        first_bucket_bytes: int,
+        compression: str,
+        average: bool,
+        packing: str,
+    ) -> None: ...
     @property
     def num_unreduced(self) -> int: ...
     def set_interval(self, num_backwards: int) -> None: ...

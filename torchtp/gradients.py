@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from torchtp import _C
 from torchtp.dtensor.sharing import share_gradient
+from torchtp.faults import agreed, fault_of
 
 _MIB = 1 << 20
 
@@ -55,8 +56,9 @@ class GradientReducer:
     Post-accumulate hooks of parameters run at the end of a backward that reduces, on the mean; `Tensor.register_hook`'s as
     well where the outputs that backward starts from are watched (`watch`), else on what this rank adds.
 
-    Raises ValueError on every rank if the ranks' parameters or options differ, TypeError for a DTensor or a sparse
-    parameter. `backward()` raises if a gradient cannot be reduced or if the backward of another rank raised.
+    Raises ValueError on every rank if the ranks' parameters or options differ, there are none or one is no leaf, TypeError on
+    every rank for a DTensor, a sparse parameter or what is none. `backward()` raises if a gradient cannot be reduced or if the
+    backward of another rank raised.
     """
 
     def __init__(
@@ -73,18 +75,21 @@ class GradientReducer:
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None:
             raise ValueError("gradients: there is no process group; call init_process_group first or pass `group`")
-        named = _named(parameters)
+        named: list[tuple[str, torch.Tensor]] = []
+        bytes_and_ways = bucket_bytes, first_bucket_bytes, compression, average, packing
+
+        def check() -> None:
+            named.extend(_named(parameters))
+            _C.Reducer.check([one for _, one in named], [name for name, _ in named], *bytes_and_ways)
+
+        agreed(fault_of(check), group=self.group)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._reducer = _C.Reducer(
             self.parameters,
             self.names,
             self.group.group_name,
-            bucket_bytes,
-            first_bucket_bytes,
-            compression,
-            average,
-            packing,
+            *bytes_and_ways,
             share_gradient,
         )
 
@@ -196,8 +201,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite the tensors of a module (parameters and buffers), a state_dict or named tensors by those of rank `root` of `group`.
 
-    Tensors of the same dtype and device travel together. Raises ValueError on every rank if shapes or dtypes differ, TypeError
-    on every rank where something is no tensor, as in an optimizer's state_dict.
+    Tensors of the same dtype and device travel together. Raises ValueError on every rank if shapes or dtypes differ or `root` is
+    no rank, TypeError on every rank where something is no tensor, as in an optimizer's state_dict.
     """
     if isinstance(source, torch.nn.Module):
         items: Iterable[Any] = [*source.named_parameters(), *source.named_buffers()]
@@ -214,8 +219,16 @@ def broadcast_parameters(
         else (name, None, type(value).__name__)
         for name, value in named
     ]
-    _check_same(facts, group, "broadcast_parameters", "tensors", _refuse_others)
+    gathered = agreed(fault_of(lambda: _check_root("broadcast_parameters", root, group)), (root, facts), group)
+    for rank, (_, theirs) in enumerate(gathered):
+        _refuse_others(rank, theirs)
+    _check_same([[("root", of_rank), *theirs] for of_rank, theirs in gathered], "broadcast_parameters", "tensors")
     _broadcast([value for _, value in named], group, root)
+
+
+def _check_root(caller: str, root: int, group: dist.ProcessGroup | None) -> None:
+    if not isinstance(root, int) or not 0 <= root < dist.get_world_size(group):
+        raise ValueError(f"{caller}: root is one of 0 to {dist.get_world_size(group) - 1}, but it is {root!r}")
 
 
 def _refuse_others(rank: int, facts: list[tuple[str, Any, str]]) -> None:
@@ -232,13 +245,22 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite an optimizer's state and hyperparameters by those of rank `root` of `group`, also where it has none yet.
 
-    Raises TypeError for what is no optimizer.
+    Raises TypeError on every rank for what is no optimizer, ValueError where the root is no rank or ranks differ in it or in groups.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"broadcast_optimizer_state takes a torch.optim.Optimizer, but it is a {type(optimizer).__name__}: pass the "
-            "optimizer itself, and a model's state_dict to broadcast_parameters"
-        )
+
+    facts: list[Any] = [("root", root)]
+
+    def check() -> None:
+        _check_root("broadcast_optimizer_state", root, group)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"broadcast_optimizer_state takes a torch.optim.Optimizer, but it is a {type(optimizer).__name__}: pass the "
+                "optimizer itself, and a model's state_dict to broadcast_parameters"
+            )
+        facts.append(("optimizer", type(optimizer).__name__))
+        facts.extend((f"parameters of group {i}", len(g["params"])) for i, g in enumerate(optimizer.param_groups))
+
+    _check_same(agreed(fault_of(check), facts, group), "broadcast_optimizer_state", "root and groups of parameters")
     state = optimizer.state_dict()
     tensors: list[torch.Tensor] = []
     if dist.get_rank(group) == root:
@@ -287,13 +309,8 @@ def _with_tensors(state: Any, tensors: list[torch.Tensor], device: torch.device)
     return state
 
 
-def _check_same(
-    mine: Any, group: dist.ProcessGroup | None, caller: str, what: str, check: Callable[[int, Any], None]
-) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    for rank, theirs in enumerate(gathered):
-        check(rank, theirs)
+def _check_same(gathered: list[Any], caller: str, what: str) -> None:
+    """Raise ValueError where a rank has another list than the first one."""
     for rank, theirs in enumerate(gathered):
         if theirs == gathered[0]:
             continue

@@ -87,12 +87,21 @@ OwnHook own_hook_of(pybind11::object function) {
   return {is_alone_on, call, make_table};
 }
 
+gradients::Options options_of(int64_t bucket_bytes, int64_t first_bucket_bytes, const std::string& compression,
+                              bool average, const std::string& packing) {
+  return {bucket_bytes, first_bucket_bytes, compression_of(compression), average, packing_of(packing)};
+}
+
+void check(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names, int64_t bucket_bytes,
+           int64_t first_bucket_bytes, const std::string& compression, bool average, const std::string& packing) {
+  Reducer::check(parameters, names, options_of(bucket_bytes, first_bucket_bytes, compression, average, packing));
+}
+
 std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                 const std::string& group_name, int64_t bucket_bytes, int64_t first_bucket_bytes,
                                 const std::string& compression, bool average, const std::string& packing,
                                 pybind11::object own_hook) {
-  const gradients::Options options{bucket_bytes, first_bucket_bytes, compression_of(compression), average,
-                                   packing_of(packing)};
+  const gradients::Options options = options_of(bucket_bytes, first_bucket_bytes, compression, average, packing);
   OwnHook hook = own_hook_of(std::move(own_hook));
   const pybind11::gil_scoped_release no_gil;
   return Reducer::create(std::move(parameters), std::move(names), c10d::resolve_process_group(group_name), options,
@@ -131,6 +140,8 @@ void bind_gradients(pybind11::module_& m) {
       .def(py::init(&create), py::arg("parameters"), py::arg("names"), py::arg("group_name"), py::arg("bucket_bytes"),
            py::arg("first_bucket_bytes"), py::arg("compression"), py::arg("average"), py::arg("packing"),
            py::arg("own_hook"))
+      .def_static("check", &check, py::arg("parameters"), py::arg("names"), py::arg("bucket_bytes"),
+                  py::arg("first_bucket_bytes"), py::arg("compression"), py::arg("average"), py::arg("packing"))
       .def_property("sync", &Reducer::sync, &Reducer::set_sync)
       .def("set_interval", &Reducer::set_interval, py::arg("num_backwards"))
       .def_property_readonly("num_unreduced", &Reducer::num_unreduced)

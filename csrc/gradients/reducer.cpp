@@ -37,17 +37,21 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
                  const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options, OwnHook own_hook)
     : collective_(group), options_(options), own_hook_(std::move(own_hook)) {
   check_agreement(collective_, parameters, names, options);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Parameter& parameter = parameters_.emplace_back();
+    parameter.tensor = std::move(parameters[i]);
+    parameter.name = std::move(names[i]);
+  }
+}
+
+void Reducer::check(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+                    const Options& options) {
   TORCH_CHECK_VALUE(!parameters.empty(), "gradients: there is no parameter to reduce; pass at least one");
   TORCH_CHECK_VALUE(options.bucket_bytes >= 0 && options.first_bucket_bytes >= 0,
                     "gradients: bucket_bytes and first_bucket_bytes are least sizes in bytes, but they are ",
                     options.bucket_bytes, " and ", options.first_bucket_bytes,
                     "; 0 gives each parameter a bucket of its own");
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    check_plain(parameters[i], names[i]);
-    Parameter& parameter = parameters_.emplace_back();
-    parameter.tensor = std::move(parameters[i]);
-    parameter.name = std::move(names[i]);
-  }
+  for (size_t i = 0; i < parameters.size(); ++i) check_plain(parameters[i], names[i]);
 }
 
 void Reducer::set_sync(bool on) {

@@ -36,7 +36,10 @@ namespace torchtp::gradients {
 //    local backwards, or where derivatives of the gradient are taken, what is added alone is not known.
 class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
  public:
-  // Collective. Parameters are plain leaf tensors, each once.
+  // Throws TypeError or ValueError for what no reducer can be made of. Local: who calls it tells the other ranks.
+  static void check(const std::vector<at::Tensor>& parameters, const std::vector<std::string>& names,
+                    const Options& options);
+  // Collective. Parameters are checked, each once.
   static std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                          const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Options& options,
                                          OwnHook own_hook);

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Compression:
@@ -56,6 +59,20 @@ def grouped(handles: Sequence[Handle]) -> Handle:
     return Handle(works, lambda: [handle.finish() for handle in handles])
 
 
+def checked(check: Callable[[], T]) -> T:
+    """What a check gives. If it raises, so do the ranks that make the call: this one refuses it in its place.
+
+    On the backend torchtp; elsewhere they wait until their timeout. Where all ranks are refused the group goes on.
+    """
+    try:
+        return check()
+    except (TypeError, ValueError):
+        # A call that no backend takes: torchtp tells the other ranks, gloo sends nothing.
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.AVG)
+        raise
+
+
 def check_started(caller: str) -> None:
     """Raise ValueError where there is no process group yet."""
     if not dist.is_initialized():
@@ -63,8 +80,7 @@ def check_started(caller: str) -> None:
 
 
 def check_tensor(caller: str, tensor: Any) -> None:
-    """Raise ValueError before `init`, TypeError for what is no dense tensor."""
-    check_started(caller)
+    """Raise TypeError for what is no dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
             f"{caller} takes a torch.Tensor, but it is a {type(tensor).__name__}: make it one by torch.as_tensor, or "
@@ -75,31 +91,11 @@ def check_tensor(caller: str, tensor: Any) -> None:
 
 
 def check_root(caller: str, root_rank: int) -> None:
-    """Raise ValueError for a root that is no rank."""
+    """Raise ValueError for a root that is no rank, TypeError for what is no number."""
+    if not isinstance(root_rank, int):
+        raise TypeError(f"{caller}: root_rank is a rank, but it is a {type(root_rank).__name__}, {root_rank!r}")
     if not 0 <= root_rank < dist.get_world_size():
         raise ValueError(f"{caller}: root_rank is one of 0 to {dist.get_world_size() - 1}, but it is {root_rank}")
-
-
-def fault_of(check: Callable[[], Any]) -> TypeError | ValueError | None:
-    """What a check raises, if it raises."""
-    try:
-        check()
-    except (TypeError, ValueError) as error:
-        return error
-    return None
-
-
-def agreed(fault: TypeError | ValueError | None, facts: Any = None) -> list[Any]:
-    """The facts of all ranks; collective. Where a rank has a fault all raise: it its own, the others the first one's."""
-    mine = (facts, None if fault is None else (isinstance(fault, TypeError), str(fault)))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    if fault is not None:
-        raise fault
-    for rank, (_, theirs) in enumerate(gathered):
-        if theirs is not None:
-            raise (TypeError if theirs[0] else ValueError)(f"on rank {rank}: {theirs[1]}")
-    return [of_rank for of_rank, _ in gathered]
 
 
 def check_rows(caller: str, facts: Sequence[tuple[str, tuple[int, ...]]]) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtp.faults import agreed, fault_of
 from torchtp.horovod.common import (
     Handle,
-    agreed,
     check_root,
     check_rows,
     check_started,
     check_tensor,
-    fault_of,
+    checked,
     synchronize,
 )
 
@@ -54,10 +54,14 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     return synchronize(allgather_async(tensor, name))
 
 
+def _check_broadcast(tensor: Any, root_rank: int) -> None:
+    check_started("broadcast")
+    checked(lambda: (check_tensor("broadcast", tensor), check_root("broadcast", root_rank)))
+
+
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
     """Start to overwrite `tensor` by that of `root_rank`; ValueError for a root that is no rank, TypeError for no dense tensor."""
-    check_tensor("broadcast", tensor)
-    check_root("broadcast", root_rank)
+    _check_broadcast(tensor, root_rank)
     message = tensor.detach().contiguous()
     work = dist.broadcast(message, root_rank, async_op=True)
 
@@ -71,7 +75,7 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
     """Like `broadcast_async_`, into a new tensor."""
-    check_tensor("broadcast", tensor)
+    _check_broadcast(tensor, root_rank)
     return broadcast_async_(tensor.detach().clone(), root_rank, name)
 
 
@@ -150,7 +154,7 @@ def _pickled(caller: str, value: Any) -> tuple[bytes, str]:
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """The object of `root_rank`; TypeError on all ranks if it does not pickle, ValueError for a root that is no rank."""
     check_started("broadcast_object")
-    check_root("broadcast_object", root_rank)
+    checked(lambda: check_root("broadcast_object", root_rank))
     box = [_pickled("broadcast_object", obj) if dist.get_rank() == root_rank else (b"", "")]
     dist.broadcast_object_list(box, root_rank)
     data, fault = box[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from torchtp.horovod.common import Compression, Handle, check_tensor, grouped, synchronize
+from torchtp.horovod.common import Compression, Handle, check_started, check_tensor, checked, grouped, synchronize
 
 Sum, Average, Min, Max, Product = "sum", "average", "min", "max", "product"
 _REDUCE_OPS = {Sum: dist.ReduceOp.SUM, Average: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX}
@@ -70,6 +71,11 @@ class _Reduction:
         return _scaled(message.to(dtype), self._postscale)
 
 
+def _checked(caller: str, *how: Any) -> _Reduction:
+    check_started(caller)
+    return checked(lambda: _Reduction(caller, *how))
+
+
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     if factor == 1.0:
         return tensor
@@ -109,7 +115,7 @@ def allreduce_async_(
     Raises TypeError for what is no dense tensor, ValueError for both `op` and `average`, an op or compression that is
     none, the mean of a torch.bool, and before `init`.
     """
-    how = _Reduction("allreduce", tensor, average, op, compression, prescale_factor, postscale_factor)
+    how = _checked("allreduce", tensor, average, op, compression, prescale_factor, postscale_factor)
     return _reduce_in_place(tensor, how)
 
 
@@ -123,7 +129,7 @@ def allreduce_async(
     compression: str = Compression.none,
 ) -> Handle:
     """Like `allreduce_async_`, into a new tensor."""
-    how = _Reduction("allreduce", tensor, average, op, compression, prescale_factor, postscale_factor)
+    how = _checked("allreduce", tensor, average, op, compression, prescale_factor, postscale_factor)
     return _reduce_in_place(tensor.detach().clone(), how)
 
 
@@ -162,10 +168,15 @@ def _grouped_allreduce(
     postscale_factor: float,
     compression: str,
 ) -> Handle:
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
-        raise TypeError(f"grouped_allreduce takes a list of tensors, but it is a {type(tensors).__name__}")
     rest = (average, op, compression, prescale_factor, postscale_factor)
-    hows = [_Reduction("grouped_allreduce", tensor, *rest) for tensor in tensors]  # all checked before one leaves
+
+    def check() -> list[_Reduction]:
+        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+            raise TypeError(f"grouped_allreduce takes a list of tensors, but it is a {type(tensors).__name__}")
+        return [_Reduction("grouped_allreduce", tensor, *rest) for tensor in tensors]
+
+    check_started("grouped_allreduce")
+    hows = checked(check)  # all before one leaves
     return grouped([start(tensor, how) for tensor, how in zip(tensors, hows, strict=True)])
 
 
@@ -240,9 +251,15 @@ def reducescatter_async(
 
     Raises what `allreduce_async_` does, and ValueError for a tensor of no dims.
     """
-    how = _Reduction("reducescatter", tensor, None, op, compression, prescale_factor, postscale_factor)
-    if not tensor.dim():
-        raise ValueError("reducescatter: a tensor of no dims has no dim 0 to cut: give tensor.reshape(1)")
+
+    def check() -> _Reduction:
+        how = _Reduction("reducescatter", tensor, None, op, compression, prescale_factor, postscale_factor)
+        if not tensor.dim():
+            raise ValueError("reducescatter: a tensor of no dims has no dim 0 to cut: give tensor.reshape(1)")
+        return how
+
+    check_started("reducescatter")
+    how = checked(check)
     rank, size = dist.get_rank(), dist.get_world_size()
     each, more = divmod(tensor.size(0), size)
     message = how.message(tensor)

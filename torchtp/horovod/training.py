@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from torchtp import gradients
-from torchtp.horovod.common import Compression, agreed, check_root, check_started, fault_of
+from torchtp.faults import agreed, fault_of
+from torchtp.horovod.common import Compression, check_started
 from torchtp.horovod.reductions import Average, Sum
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
@@ -19,14 +20,12 @@ Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     """Overwrite a state_dict's or named tensors by those of `root_rank`; see `torchtp.gradients.broadcast_parameters`."""
     check_started("broadcast_parameters")
-    check_root("broadcast_parameters", root_rank)
     gradients.broadcast_parameters(params, root=root_rank)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Overwrite an optimizer's state and hyperparameters by those of `root_rank`; TypeError for what is no optimizer."""
     check_started("broadcast_optimizer_state")
-    check_root("broadcast_optimizer_state", root_rank)
     gradients.broadcast_optimizer_state(optimizer, root=root_rank)
 
 
@@ -66,7 +65,14 @@ def DistributedOptimizer(
     """
     check_started("DistributedOptimizer")
     named: list[tuple[str, torch.Tensor]] = []
-    agreed(fault_of(lambda: named.extend(_checked(optimizer, named_parameters, op))))
+    fault = fault_of(lambda: named.extend(_checked(optimizer, named_parameters, backward_passes_per_step, op)))
+    passes = agreed(fault, backward_passes_per_step)
+    for rank, theirs in enumerate(passes):
+        if theirs != passes[0]:
+            raise ValueError(
+                f"DistributedOptimizer: backward_passes_per_step is the same on all ranks, but it is {passes[0]} on rank 0 "
+                f"and {theirs} on rank {rank}"
+            )
     reducer = gradients.GradientReducer(named, compression=compression, average=op == Average)
     reducer.reduce_every(backward_passes_per_step)
     base = type(optimizer)
@@ -76,13 +82,21 @@ def DistributedOptimizer(
 
 
 def _checked(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, op: str
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    backward_passes_per_step: int,
+    op: str,
 ) -> list[tuple[str, torch.Tensor]]:
     """(name, parameter) of all that the optimizer steps."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer takes a torch.optim.Optimizer, but it is a {type(optimizer).__name__}")
     if op not in (Average, Sum):
         raise ValueError(f"DistributedOptimizer: op is Average or Sum, but it is {op!r}")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ValueError(
+            "DistributedOptimizer: at least every 1st backward reduces, but the interval is "
+            f"{backward_passes_per_step!r}: give backward_passes_per_step from 1 on"
+        )
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
