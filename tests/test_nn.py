@@ -59,6 +59,7 @@ LAYERS = {
     "linear": (lambda: nn.Sequential(Permute(0, 2, 3, 1), nn.Linear(2, 3), Permute(0, 3, 1, 2)), (2, 2, 7, 9)),
     "bilinear": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 2, 7, 9)),
     "nearest": (lambda: nn.Upsample(size=(10, 11)), (2, 2, 7, 9)),
+    "no images": (lambda: nn.Upsample(scale_factor=0.5, mode="nearest-exact"), (0, 2, 2, 6)),
 }
 
 
@@ -126,6 +127,18 @@ def _too_much_padding():
         ValueError, match="reflect padding of dim 2 takes at most 3 rows of an image of extent 4, got 4"
     ):
         layer(layout.shard(torch.zeros(1, 2, 4, 9)))
+
+
+def _too_large():
+    layout = make_layout({"w": 2})
+    for mode, rows in (("zeros", 6), ("replicate", 6), ("circular", 6)):
+        layer = torchtp.nn.Conv2d(2, 2, (rows, 9), padding_mode=mode)
+        with pytest.raises((RuntimeError, ValueError), match="does not fit into dim 2 of"):
+            layer(layout.shard(torch.zeros(1, 2, 4, 9)))  # one column, of the first rank
+
+
+def test_kernels_larger_than_the_image_are_refused_by_all_ranks():
+    run_ranks(_too_large, 2)
 
 
 def test_too_much_padding_is_refused():

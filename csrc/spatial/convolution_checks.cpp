@@ -69,12 +69,22 @@ void check_convolution(const char* op, const at::Tensor& input, const at::Tensor
     const int64_t channels = params.transposed ? weight.size(1) * params.groups : weight.size(0);
     check_sizes(op, "bias", *bias, at::IntArrayRef(channels), input);
   }
+  std::vector<int64_t> extents = input.sizes().vec();
   for (const Cut& cut : cuts) {
     TORCH_CHECK_VALUE(cut.dim >= 2, op, ": dim ", cut.dim, " is not spatial; cut one of dims 2 to ", input.dim() - 1);
-    const int64_t extent = convolution_extent(params, weight, cut.dim - 2, cut.extent);
-    TORCH_CHECK(extent > 0, op, ": kernel ", weight.size(cut.dim), " with dilation ", params.dilation[cut.dim - 2],
-                " and padding ", params.padding[cut.dim - 2], " does not fit into dim ", cut.dim, " of global extent ",
-                cut.extent);
+    extents[cut.dim] = cut.extent;
+  }
+  // Of uncut dims too: ranks that own no output would not get to ATen's own check.
+  for (int64_t dim = 2; dim < input.dim(); ++dim) {
+    const size_t index = dim - 2;
+    TORCH_CHECK(!params.transposed ||
+                    params.output_padding[index] < std::max(params.stride[index], params.dilation[index]),
+                op, ": output_padding is less than stride or dilation, but in dim ", dim, " it is ",
+                params.output_padding[index], " with stride ", params.stride[index], " and dilation ",
+                params.dilation[index]);
+    TORCH_CHECK(convolution_extent(params, weight, index, extents[dim]) > 0, op, ": kernel ", weight.size(dim),
+                " with dilation ", params.dilation[index], " and padding ", params.padding[index],
+                " does not fit into dim ", dim, " of global extent ", extents[dim]);
   }
 }
 

@@ -115,6 +115,11 @@ def convolution_padded(
         _check_padding(input.size(dim), max(pads[i], after), mode, dim)
         reach = dilation[dim - 2] * (weight.size(dim) - 1)
         shape.append((input.size(dim) + before[dim] + after - reach - 1) // stride[dim - 2] + 1)
+        if shape[dim] <= 0:
+            raise ValueError(
+                f"convolution: kernel {weight.size(dim)} with dilation {dilation[dim - 2]} and padding {before[dim]} and "
+                f"{after} does not fit into dim {dim} of extent {input.size(dim)}"
+            )
     uncut = list(pads)
     factor, is_empty = 1, False
     for axis, placement in enumerate(kept):
