@@ -68,6 +68,8 @@ MISTAKES = [
     lambda x: F.max_pool2d(x, 3, padding=2),
     lambda x: F.max_pool2d(x, 30),
     lambda x: F.avg_pool2d(x, 30),
+    lambda x: F.avg_pool3d(x.unsqueeze(2), (1, 9, 10), 4, (0, 1, 5)),
+    lambda x: F.avg_pool3d(x.unsqueeze(2), (1, 3, 11), 4, (0, 1, 1)),
     lambda x: F.adaptive_avg_pool2d(x, (0, -1)),
     lambda x: F.pad(x, (20, 20), mode="reflect"),
     lambda x: F.pad(x, (-6, -6)),

@@ -99,6 +99,12 @@ at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const Avg
                     const std::vector<Cut>& cuts) {
   TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool: divisor_override must not be 0");
   const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
+  // ATen refuses it of volumes alone, and here would on ranks with output only.
+  for (int64_t i = 0; geometry.num_spatial() == 3 && i < 3; ++i) {
+    TORCH_CHECK(geometry.window(i).kernel <= geometry.extent(i), "avg_pool: a window of ", geometry.window(i).kernel,
+                " is larger than dim ", geometry.first_spatial() + i, " of global extent ", geometry.extent(i),
+                " of a volume");
+  }
   const at::Tensor frame = geometry.pull_frames(input, 0);
   if (geometry.nothing() || input.is_meta()) {
     return at::empty(geometry.output_sizes(), input.options(), avg_pool_format(geometry, input));
