@@ -49,6 +49,18 @@ def _padding(mode: str, pad: list[int], num_dims: int) -> list[tuple[int, int, i
     return [(num_dims - 1 - i, pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)]
 
 
+def _check(mode: str, pad: list[int], shape: torch.Size) -> None:
+    """RuntimeError, as of whole tensors, where nothing is left of a dim or a reflection has not so many rows."""
+    for dim, before, after in _padding(mode, pad, len(shape)):
+        if mode == "reflection" and max(before, after) >= shape[dim]:
+            raise RuntimeError(
+                f"reflection padding of dim {dim} takes at most {shape[dim] - 1} rows of an extent of {shape[dim]}, but it "
+                f"is {before} and {after}"
+            )
+        if shape[dim] + before + after < 1:
+            raise RuntimeError(f"padding {before} and {after} leaves nothing of dim {dim} of extent {shape[dim]}")
+
+
 @spatial_rule(*(f"{mode}_pad{n}d" for mode in ("reflection", "replication") for n in (1, 2, 3)))
 @takes_images_cut_twice
 def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,6 +68,7 @@ def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not is_spatial(tensor) or has_strided_shard(tensor):
         return unruled(op, args, kwargs)
     mode = op._schema.name.split("::")[1].split("_")[0]
+    _check(mode, list(pad), tensor.shape)
     local, mesh, placements = summed(tensor)
     whole, shape = list(pad), tensor.shape
     for i, (dim, before, after) in enumerate(_padding(mode, pad, tensor.dim())):
