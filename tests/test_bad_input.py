@@ -163,6 +163,21 @@ def _seen_through():
             model(forward_ad.make_dual(x, x))
         assert model(x).shape == (1, 1, 4, 4)
     assert model(x).requires_grad
+    y, whole = x.requires_grad_(), x * 2
+    out = model(y)
+    basis = torch.eye(16).view(16, 1, 1, 4, 4)
+    for many in (
+        lambda: torch.autograd.grad(out, y, basis, is_grads_batched=True),
+        lambda: torch.autograd.functional.jacobian(model, x, vectorize=True),
+        lambda: torch.func.vmap(lambda v: torch.autograd.grad(out, y, v, retain_graph=True)[0])(basis),
+    ):
+        with pytest.raises(RuntimeError, match="can't see through cut tensors"):
+            many()
+    assert torch.autograd.grad(out, y, basis[0])[0].any()  # the graph is still there
+    (of_whole,) = torch.autograd.grad(whole, y, torch.eye(36).view(36, 1, 1, 6, 6), is_grads_batched=True)
+    assert of_whole.sum() == 72
+    edge = torch.autograd.graph.get_gradient_edge(model(y))
+    assert torch.autograd.grad(edge, y, basis[0])[0].any()
 
 
 def test_what_cannot_see_through_it_is_told():

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -46,21 +47,46 @@ def _hook(mesh: DeviceMesh, grad: torch.Tensor) -> torch.Tensor:
     return Gather.apply(grad) if isinstance(grad, DTensor) else _mean(mesh, grad)
 
 
-def _leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward from there reaches, in an order that is the same on all ranks."""
-    found: list[torch.Tensor] = []
-    nodes = [torch.autograd.graph.get_gradient_edge(output).node for output in outputs if output.requires_grad]
+def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
+    """What a backward from there goes through, in an order that is the same on all ranks."""
+    edges = (
+        output if isinstance(output, GradientEdge) else get_gradient_edge(output)
+        for output in outputs
+        if isinstance(output, GradientEdge) or output.requires_grad
+    )
+    nodes = [edge.node for edge in edges]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+        yield node
         for other, _ in node.next_functions:
             if other is not None and other not in seen:
                 seen.add(other)
                 nodes.append(other)
-    return found
+
+
+def _leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = (getattr(node, "variable", None) for node in _nodes(outputs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _is_of_cut(node: Any) -> bool:
+    """Whether a node takes DTensors or gives them: a Function of PyTorch's or of this package's."""
+    function = getattr(node, "_forward_cls", None)
+    return function is not None and function.__module__.startswith(("torch.distributed.tensor", "torchtp."))
+
+
+def _refuse_batched(outputs: Iterable[torch.Tensor]) -> None:
+    """Raise RuntimeError where a backward that runs for many gradients at once would come to cut tensors."""
+    is_batched = (
+        torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+    if is_batched and any(_is_of_cut(node) for node in _nodes(outputs)):
+        raise RuntimeError(
+            "torch.autograd.grad(is_grads_batched=True), vectorize=True and torch.func.vmap can't see through cut tensors, whose "
+            "parts are exchanged with other ranks: take one gradient after the other, as is_grads_batched=False does"
+        )
 
 
 def _install() -> None:
@@ -69,6 +95,7 @@ def _install() -> None:
 
     @functools.wraps(theirs)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_batched(outputs)
         now = getattr(_forward, "now", None)
         if now is None:
             return theirs(outputs, *args, **kwargs)
