@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import make_layout
 from sharding import assert_same, shardings
+from torch import nn
 
 from torchtp.testing import run_ranks
 
@@ -74,3 +78,21 @@ def small_network():
 
 def test_a_compiled_network_matches_the_whole():
     run_ranks(small_network, 2, timeout=180)
+
+
+def converted():
+    import torchtp
+
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2))
+    model = torchtp.nn.convert(copy.deepcopy(single.double()), layout := make_layout({"w": 2}))
+    x = torch.randn(2, 3, 8, 9, dtype=torch.float64)
+    expected = single(x)
+    whole = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")(x)
+    assert_same(whole, expected, "a plain tensor, in one graph")
+    cut = torch.compile(model, backend="aot_eager")(layout.shard(x))
+    assert_same(cut.full_tensor(), expected, "a cut one, eagerly")
+
+
+def test_a_converted_network_compiles_for_plain_tensors_and_takes_cut_ones():
+    run_ranks(converted, 2, timeout=180, fresh=True)

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtp._compile import leave_eager
 from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.whole import Contributed, Gather, Whole
 
@@ -112,3 +113,4 @@ def _install() -> None:
 
 
 on_first_mark(_install)
+on_first_mark(leave_eager)

@@ -235,7 +235,7 @@ def alias(name: str) -> property:
             value = module.__dict__[name]
         if value is None or isinstance(value, (DTensor, Lazy)):
             return value
-        return _lazy(value) if torch.compiler.is_compiling() or is_running() else value
+        return value if torch.compiler.is_compiling() or not is_running() else _lazy(value)
 
     def put(module: nn.Module, value: Any) -> None:
         module.__dict__[name] = value
