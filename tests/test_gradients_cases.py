@@ -317,6 +317,19 @@ def test_ranks_that_differ_are_refused_everywhere_with_one_message(how, message)
     assert len({text.strip().splitlines()[-1] for text in caught.value.failures.values()}) == 1
 
 
+def _of_another_group():
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        return GradientReducer(_chain(), group).group is group
+    with pytest.raises(ValueError, match="rank 1 is none of them"):
+        GradientReducer(_chain(), group)
+    return True
+
+
+def test_ranks_outside_of_the_group_make_no_reducer():
+    assert all(run_ranks(_of_another_group, 2))
+
+
 def _refusals():
     messages = []
 

@@ -52,6 +52,7 @@ def _optimizer_state(rank):
 CHECKS = {
     "op": lambda rank: hvd.DistributedOptimizer(_optimizer()[1], op=hvd.Max),
     "twice": lambda rank: hvd.DistributedOptimizer(hvd.DistributedOptimizer(_optimizer()[1])),
+    "later": lambda rank: hvd.DistributedOptimizer(_optimizer()[1]).add_param_group({"params": _named("a")[0][1]}),
     "passes": lambda rank: hvd.DistributedOptimizer(_optimizer()[1], backward_passes_per_step=0),
     "no optimizer": lambda rank: hvd.DistributedOptimizer(_optimizer()[0]),
     "half named": _half_named,
@@ -92,6 +93,7 @@ CHECKS = {
     [
         ("op", "ValueError", "op is Average or Sum"),
         ("twice", "ValueError", "distributed already"),
+        ("later", "ValueError", "add all groups before"),
         ("passes", "ValueError", "interval is 0"),
         ("no optimizer", "TypeError", "it is a Sequential"),
         ("half named", "ValueError", "2 of 4 have no name, the first of shape (2, 6)"),

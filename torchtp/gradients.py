@@ -75,6 +75,10 @@ class GradientReducer:
         self.group = group if group is not None else dist.group.WORLD
         if self.group is None:
             raise ValueError("gradients: there is no process group; call init_process_group first or pass `group`")
+        if not isinstance(self.group, dist.ProcessGroup):
+            raise ValueError(
+                f"gradients: a GradientReducer is made by the ranks of its group, and rank {dist.get_rank()} is none of them"
+            )
         named: list[tuple[str, torch.Tensor]] = []
         bytes_and_ways = bucket_bytes, first_bucket_bytes, compression, average, packing
 

@@ -44,6 +44,13 @@ class _Distributed:
         """For scripts that call `synchronize` before `step`: nothing is done twice anyway."""
         yield
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError: gradients of parameters that come later would stay this rank's own."""
+        raise ValueError(
+            "add_param_group: the parameters of a distributed optimizer are those it had when DistributedOptimizer was called: "
+            "add all groups before, or make an optimizer of its own for the new ones"
+        )
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """The optimizer's step, on what `synchronize` leaves."""
         if closure is None:
