@@ -183,6 +183,19 @@ def test_ranks_that_disagree_on_the_global_shape_are_refused():
     assert first == second and "rank 0 has an image of shape (1, 1, 4, 8)" in first
 
 
+def _no_shape(shape):
+    layout = Layout(_mesh(w=2), {"w": -1})
+    with pytest.raises(ValueError) as caught:
+        layout.from_tile(torch.zeros(1, 1, 4, 4), shape if dist.get_rank() == 1 else (1, 1, 4, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [None, 8, (1, 1, 4, "8")])
+def test_what_is_no_shape_on_one_rank_is_refused_on_all(shape):
+    first, second = run_ranks(_no_shape, 2, shape, timeout=20)
+    assert first == second and f"but it is {shape!r}" in first and "on rank 1" in first
+
+
 def test_chunks_are_those_of_torch_chunk():
     results = run_ranks(_widths, 4)
     for extent, widths in zip(range(1, 20), zip(*results, strict=True), strict=True):

@@ -144,9 +144,10 @@ class Layout:
 
         Collective over the spatial group: a part that was cut for another shape is a ValueError on all its ranks.
         """
-        shape = torch.Size(global_shape)
+        shape = torch.Size(())
         complaint = what = ""
         try:
+            shape = _size(global_shape)
             self.check(tile)
             what = "an image" + self._told_format(tile, shape)
             expected = self.tile_shape(shape)
@@ -202,6 +203,13 @@ class Layout:
                 f"a DTensor on {tensor.device_mesh} is not on the spatial mesh of this layout, {self.spatial_mesh}: "
                 "make it with layout.shard() or layout.from_tile()"
             )
+
+
+def _size(shape: Any) -> torch.Size:
+    try:
+        return torch.Size(shape)
+    except TypeError as error:
+        raise TypeError(f"global_shape is the whole numbers of the shape of an image, but it is {shape!r}") from error
 
 
 def check_types(caller: str, module: object, layout: object) -> None:
