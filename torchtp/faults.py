@@ -28,6 +28,6 @@ def agreed(
         raise fault
     for rank, (_, theirs) in enumerate(gathered):
         if theirs is not None:
-            name = dist.get_global_rank(group or dist.group.WORLD, rank)
-            raise (TypeError if theirs[0] else ValueError)(f"on rank {name}: {theirs[1]}")
+            named = rank if group is None else dist.get_global_rank(group, rank)
+            raise (TypeError if theirs[0] else ValueError)(f"on rank {named}: {theirs[1]}")
     return [of_rank for of_rank, _ in gathered]

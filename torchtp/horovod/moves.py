@@ -55,8 +55,12 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def _check_broadcast(tensor: Any, root_rank: int) -> None:
+    def check() -> None:
+        check_tensor("broadcast", tensor)
+        check_root("broadcast", root_rank)
+
     check_started("broadcast")
-    checked(lambda: (check_tensor("broadcast", tensor), check_root("broadcast", root_rank)))
+    checked(check)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
