@@ -108,6 +108,10 @@ def _reductions():
             torch.testing.assert_close(output, _expected([each[mine] for each in whole], Op.SUM))
 
 
+def test_memory_of_both_sides_of_a_call_over_hosts(pairs):
+    pairs.run(moves.overlapping)
+
+
 def test_every_reduction_over_hosts(hosts):
     hosts.run(_reductions)
 

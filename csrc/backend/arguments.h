@@ -32,6 +32,20 @@ int64_t total_numel(const std::vector<at::Tensor>& tensors);
 // The first tensor's; Undefined where there are no tensors.
 at::ScalarType dtype_of(const std::vector<at::Tensor>& tensors);
 
+inline std::vector<Span> spans_of(const std::vector<Dense>& list) {
+  std::vector<Span> spans;
+  for (const Dense& dense : list) spans.push_back(dense.span());
+  return spans;
+}
+
+// Those of equal parts of one tensor.
+inline std::vector<Span> spans_of(const Dense& whole, int num_parts) {
+  std::vector<Span> spans;
+  const size_t part_bytes = whole.num_bytes() / num_parts;
+  for (int r = 0; r < num_parts; ++r) spans.push_back({whole.data() + r * part_bytes, part_bytes});
+  return spans;
+}
+
 // Several tensors as memory; copies are put back by store().
 class DenseList {
  public:
@@ -48,6 +62,8 @@ class DenseList {
     for (const Dense& dense : list_) pointers.push_back(dense.data());
     return pointers;
   }
+  std::vector<Span> spans() const { return spans_of(list_); }
+  std::vector<Dense>& all() { return list_; }
   void store() {
     for (Dense& dense : list_) dense.store();
   }

@@ -11,6 +11,17 @@ Dense::Dense(const at::Tensor& tensor, bool load) : tensor_(tensor), memory_(ten
   if (load) memory_.copy_(tensor);
 }
 
+void Dense::keep_apart(const std::vector<Span>& others, size_t in_place) {
+  const Span mine = span();
+  for (size_t i = 0; i < others.size(); ++i) {
+    const Span& other = others[i];
+    if (i == in_place && other.data == mine.data && other.num_bytes == mine.num_bytes) continue;
+    if (mine.data >= other.data + other.num_bytes || other.data >= mine.data + mine.num_bytes) continue;
+    memory_ = memory_.clone();
+    return;
+  }
+}
+
 void Dense::store() {
   if (!memory_.is_same(tensor_)) tensor_.copy_(memory_);
 }

@@ -3,8 +3,18 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <vector>
 
 namespace torchtp::backend {
+
+// In no place: each of two hosts may write what the other has sent before it has sent its own.
+constexpr size_t kNowhere = static_cast<size_t>(-1);
+
+// Memory of a tensor or of a part of one.
+struct Span {
+  const std::byte* data;
+  size_t num_bytes;
+};
 
 // The elements of a CPU tensor in one piece, in order: the tensor's own memory, or a copy where it has another layout.
 class Dense {
@@ -15,7 +25,11 @@ class Dense {
   std::byte* data() const { return static_cast<std::byte*>(memory_.data_ptr()); }
   size_t num_bytes() const { return memory_.nbytes(); }
   const at::Tensor& memory() const { return memory_; }
+  Span span() const { return {data(), num_bytes()}; }
   bool is(const at::Tensor& tensor) const { return memory_.is_same(tensor); }
+  // Goes on in a copy if it lies over one of `others` otherwise than exactly on others[in_place]: ranks read and write
+  // a call's memory in no certain order, so what is written to one must not change what is read from the other.
+  void keep_apart(const std::vector<Span>& others, size_t in_place);
   // Puts a copy's elements back into the tensor.
   void store();
 

@@ -48,8 +48,9 @@ TorchtpBackend::Plan TorchtpBackend::plan_allgather(const char* title, const Ten
           inputs,
           fingerprint(0, Kind::kAllgather, count, input.scalar_type()),
           [input, list, equal](const Call& call) {
-            const Dense source(input, true);
+            Dense source(input, true);
             DenseList gathered(list, false);
+            source.keep_apart(gathered.spans(), call.engine.rank());
             const std::vector<std::byte*> pieces = gathered.outputs();
             if (equal) {
               call.engine.allgather(call.sequence, source.data(), pieces, input.numel(), input.scalar_type());
@@ -113,8 +114,9 @@ TorchtpBackend::Plan TorchtpBackend::plan_allgather_base(const char* title, cons
           fingerprint(0, Kind::kAllgather, total_numel(inputs), dtype_of(inputs)),
           [outputs, inputs](const Call& call) {
             for (size_t i = 0; i < inputs.size(); ++i) {
-              const Dense source(inputs[i], true);
+              Dense source(inputs[i], true);
               Dense gathered(outputs[i], false);
+              source.keep_apart(spans_of(gathered, call.engine.size()), call.engine.rank());
               call.engine.allgather(call.sequence, source.data(),
                                     parts(gathered.data(), source.num_bytes(), call.engine.size()), inputs[i].numel(),
                                     inputs[i].scalar_type());
@@ -159,8 +161,9 @@ TorchtpBackend::WorkPtr TorchtpBackend::gather(TensorLists& outputs, Tensors& in
                 inputs,
                 fingerprint(0, Kind::kGather, input.numel(), input.scalar_type(), root),
                 [input, list, root](const Call& call) {
-                  const Dense source(input, true);
+                  Dense source(input, true);
                   DenseList gathered(list, false);
+                  source.keep_apart(gathered.spans(), root);
                   call.engine.gather(call.sequence, source.data(), gathered.outputs(), input.numel(),
                                      input.scalar_type(), root);
                   gathered.store();
@@ -188,10 +191,13 @@ TorchtpBackend::WorkPtr TorchtpBackend::gather_into_tensor(at::Tensor& output, a
                 {input},
                 fingerprint(0, Kind::kGather, input.numel(), input.scalar_type(), root),
                 [source_tensor, outputs, root](const Call& call) {
-                  const Dense source(source_tensor, true);
+                  Dense source(source_tensor, true);
                   DenseList gathered(outputs, false);
                   std::vector<std::byte*> pointers;
-                  if (!outputs.empty()) pointers = parts(gathered.outputs()[0], source.num_bytes(), call.engine.size());
+                  if (!outputs.empty()) {
+                    source.keep_apart(spans_of(gathered.all()[0], call.engine.size()), root);
+                    pointers = parts(gathered.outputs()[0], source.num_bytes(), call.engine.size());
+                  }
                   call.engine.gather(call.sequence, source.data(), pointers, source_tensor.numel(),
                                      source_tensor.scalar_type(), root);
                   gathered.store();
@@ -223,6 +229,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::scatter(Tensors& outputs, TensorLists& i
                 [output, list, root](const Call& call) {
                   const DenseList sources(list, true);
                   Dense result(output, false);
+                  result.keep_apart(sources.spans(), root);
                   call.engine.scatter(call.sequence, sources.inputs(), result.data(), output.numel(),
                                       output.scalar_type(), root);
                   result.store();
@@ -277,6 +284,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::alltoall_base(at::Tensor& output, at::Te
                     return rows == 0 ? size_t{0} : tensor.nbytes() / rows;
                   };
                   const int size = call.engine.size();
+                  result.keep_apart({source.span()}, kNowhere);
                   std::vector<const std::byte*> inputs(size);
                   std::vector<std::byte*> outputs(size);
                   std::vector<size_t> send_bytes(size), receive_bytes(size);
@@ -316,6 +324,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::alltoall(Tensors& outputs, Tensors& inpu
                 [outputs = outputs, inputs = inputs, dtype](const Call& call) {
                   const DenseList sources(inputs, true);
                   DenseList results(outputs, false);
+                  for (Dense& each : results.all()) each.keep_apart(sources.spans(), kNowhere);
                   std::vector<size_t> send_bytes, receive_bytes;
                   for (const at::Tensor& tensor : inputs) send_bytes.push_back(tensor.nbytes());
                   for (const at::Tensor& tensor : outputs) receive_bytes.push_back(tensor.nbytes());

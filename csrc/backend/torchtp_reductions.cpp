@@ -162,6 +162,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::reduce_scatter(Tensors& outputs, TensorL
                     pointers.push_back(sources.back().data());
                   }
                   Dense result(output, false);
+                  result.keep_apart(spans_of(sources), call.engine.rank());
                   if (equal) {
                     call.engine.reduce_scatter(call.sequence, pointers, result.data(), output.numel(),
                                                output.scalar_type(), reducing.op());
@@ -193,6 +194,7 @@ TorchtpBackend::Plan TorchtpBackend::plan_reduce_scatter_base(const char* title,
             for (size_t i = 0; i < inputs.size(); ++i) {
               const Dense source = reducing[i].load(inputs[i]);
               Dense result(outputs[i], false);
+              result.keep_apart(spans_of(source, call.engine.size()), call.engine.rank());
               const std::byte* data = source.data();
               call.engine.reduce_scatter(call.sequence, parts(data, result.num_bytes(), call.engine.size()),
                                          result.data(), outputs[i].numel(), outputs[i].scalar_type(), reducing[i].op());
