@@ -18,7 +18,7 @@ Op = dist.ReduceOp
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COMPLEX = (torch.complex64, torch.complex128)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 REDUCED = (torch.bool, *INTEGERS, *FLOATS, *COMPLEX)
 MOVED = (*REDUCED, *UNSIGNED, *FLOAT8)
@@ -55,7 +55,7 @@ def reduced(op, numel, dtype, ranks):
     if not dtype.is_complex:
         return combined(op, [value(r, numel, dtype) for r in ranks])
     total = functools.reduce(operator.add, [whole(r, numel) for r in ranks])
-    real = torch.float32 if dtype == torch.complex64 else torch.float64
+    real = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}[dtype]
     divisor = len(ranks) if op == Op.AVG else 1
     return torch.complex(total.to(real) / divisor, (total + len(ranks)).to(real) / divisor)
 

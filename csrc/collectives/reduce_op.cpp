@@ -248,6 +248,8 @@ bool is_reducible(c10::ScalarType dtype, ReduceOp op) {
     case c10::ScalarType::ComplexFloat:
     case c10::ScalarType::ComplexDouble:
       return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kProduct || op == ReduceOp::kPremulSum;
+    case c10::ScalarType::ComplexHalf:
+      return op == ReduceOp::kSum || op == ReduceOp::kAvg;
     default:
       return false;
   }
@@ -262,6 +264,9 @@ void reduce_inputs(const Outputs& outputs, const std::vector<const std::byte*>& 
                    c10::ScalarType dtype, ReduceOp op, int divisor) {
   if (count == 0 || inputs.empty()) return;
   if (divisor == 0) divisor = static_cast<int>(inputs.size());
+  if (dtype == c10::ScalarType::ComplexHalf) {  // its sums and averages are those of its halves
+    return reduce_inputs(outputs, inputs, 2 * count, c10::ScalarType::Half, op, divisor);
+  }
   if (reduce_simd(outputs, inputs, count, dtype, op, divisor)) return;
   std::byte* const first = *outputs.begin();
   const size_t num_bytes = static_cast<size_t>(count) * c10::elementSize(dtype);
@@ -281,6 +286,7 @@ ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg || op == ReduceOp
 c10::ScalarType partial_dtype(c10::ScalarType dtype, ReduceOp op) {
   const bool half = dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16;
   if (half && op != ReduceOp::kMin && op != ReduceOp::kMax) return c10::ScalarType::Float;
+  if (dtype == c10::ScalarType::ComplexHalf) return c10::ScalarType::ComplexFloat;
   if (op == ReduceOp::kAvg && c10::isIntegralType(dtype, false)) return c10::ScalarType::Long;
   return dtype;
 }
