@@ -170,7 +170,26 @@ def _expanded_in_place():
         _impossible(call, "elements of this tensor share memory")
 
 
-CASES = [_bitwise_float, _average_bool, _wrong_output, _wrong_root, _negative_splits, _expanded_in_place]
+def _impossible_memory():
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for size, dtype, device, message in (
+        (4, torch.quint8, "cpu", "needs a quantizer"),
+        (4, torch.float32, "meta", "of the CPU or of a CUDA device"),
+        (-1, torch.float32, "cpu", "cannot be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend.allocate_tensor(size, dtype=dtype, device=torch.device(device))
+
+
+def _impossible_timeout():
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for seconds in (0, -1):
+        with pytest.raises(ValueError, match="timeout of a process group must be positive"):
+            backend.set_timeout(datetime.timedelta(seconds=seconds))
+    dist.barrier()
+
+
+CASES = [_impossible_memory, _impossible_timeout, _bitwise_float, _average_bool, _wrong_output, _wrong_root, _negative_splits, _expanded_in_place]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,6 +10,12 @@
 namespace torchtp::backend {
 
 at::Tensor TorchtpBackend::allocateTensor(long size, at::TensorOptions options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  TORCH_CHECK_VALUE(size >= 0, "allocate_tensor: the number of elements cannot be negative, and is ", size);
+  TORCH_CHECK_VALUE(!c10::isQIntType(dtype), "allocate_tensor gives plain memory, and a tensor of dtype ", dtype,
+                    " needs a quantizer; take its integers (uint8, int8, int32)");
+  TORCH_CHECK_VALUE(options.device().is_cpu() || options.device().is_cuda(),
+                    "allocate_tensor gives memory of the CPU or of a CUDA device, not on ", options.device());
   const size_t num_bytes = size * options.dtype().itemsize();
   if (!options.device().is_cpu()) {
     // An inner backend may have to connect all ranks to register memory: only when all have used it already.

@@ -11,6 +11,8 @@ c10::intrusive_ptr<c10d::Backend::Options> TorchtpBackend::getBackendOptions() {
 }
 
 void TorchtpBackend::setTimeout(std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0, "set_timeout: the timeout of a process group must be positive, not ",
+                    timeout.count(), " ms");
   {
     std::lock_guard<std::mutex> lock(mutex_);
     options_->timeout = timeout;
