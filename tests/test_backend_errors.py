@@ -59,6 +59,12 @@ def _unequal_lists(rank, group):
     dist.reduce_scatter(torch.empty(lengths[rank]), pieces, group=group)
 
 
+def _unequal_outputs(rank, group):
+    lengths = [4, 4, 4] if rank == 1 else [3, 4, 4]
+    pieces = [torch.ones(n) for n in lengths[: dist.get_world_size()]]
+    dist.all_gather(pieces, torch.ones(lengths[rank]), group=group)
+
+
 def _refusal(rank, group):
     """Only rank 1 can see that its own call is impossible; it says something else than the others."""
     try:
@@ -88,7 +94,11 @@ def _collect(call):
         (_large_shapes, ("allgather #0 (fp32, 1,000,000 elements)", "allgather #0 (fp32, 1,000,001 elements)")),
         (_asynchronous, ("allreduce #0 (SUM, fp32, 10 elements)", "allreduce #0 (SUM, fp32, 11 elements)")),
         (_barrier_against_reduce, ("allreduce #0 (SUM, fp32, 10 elements)", "barrier #0")),
-        (_unequal_lists, ("reduce #0 (SUM, fp32, 3 elements, root 0)", "reduce_scatter #0 (SUM, fp32, 4 elements)")),
+        (
+            _unequal_lists,
+            ("reduce_scatter #0 (SUM, fp32, 3 elements, root 0)", "reduce_scatter #0 (SUM, fp32, 4 elements)"),
+        ),
+        (_unequal_outputs, ("allgather #0 (fp32, 3 elements, root 0)", "allgather #0 (fp32, 4 elements)")),
     ],
 )
 @pytest.mark.parametrize("size", [2, 3])

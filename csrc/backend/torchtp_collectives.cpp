@@ -57,6 +57,9 @@ TorchtpBackend::Plan TorchtpBackend::plan_allgather(const char* title, const Ten
             } else {
               collectives::copy_bytes(pieces[call.engine.rank()], source.data(), source.num_bytes());
               for (int r = 0; r < call.engine.size(); ++r) {
+                // Lists of other lengths on other ranks are told as what was called, not as the broadcasts it is made of.
+                call.engine.agree(
+                    fingerprint(call.sequence, Kind::kAllgather, list[r].numel(), input.scalar_type(), r));
                 call.engine.broadcast(call.sequence, pieces[r], list[r].numel(), input.scalar_type(), r);
               }
             }
