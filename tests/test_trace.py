@@ -182,6 +182,48 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, data, capsys):
     assert f"{tmp_path / 'file'} is not a trace of torchtp" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"elements": None}, "'elements' is a whole number of 64 bits, but it is None"),
+        ({"called_ns": 1.5}, "'called_ns' is a whole number"),
+        ({"ended_ns": 10**400}, "'ended_ns' is a whole number"),
+        ({"sequence": [1]}, "'sequence' is a whole number"),
+        ({"state": {}}, "'state' is a text, but it is {}"),
+        ({"op": "\ud800"}, "surrogates not allowed"),
+        ({"root": 2}, "'root' is a rank of a group of 2, but it is 2"),
+        ({"last_rank": -2}, "'last_rank' is a rank"),
+        ({"kind": "message"}, "it has no 'tag'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["trace", "timeline"])
+def test_a_line_that_is_none_is_named(tmp_path, change, text, command, capsys):
+    file = tmp_path / "file"
+    file.write_text(_trace(0, [_call(0), _call(1) | change]))
+    more = ["--out", str(tmp_path / "out")] if command == "timeline" else []
+    assert cli.main([command, str(file), *more]) == 2
+    error = capsys.readouterr().err
+    assert f"{file} is not a trace of torchtp: line 4: " in error and text in error
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ('{"kind": "coll', "Unterminated string"),  # cut off as it was written
+        ("[" * 100_000, "nested too deeply"),
+        ("7", "a line is an object"),
+        ('{"global_ranks": 3}', "'global_ranks' is a list"),
+        ('{"global_ranks": [0], "group": "g", "rank": 0, "size": 2, "error": ""}', "rank 0 of 2 does not fit 1"),
+    ],
+)
+def test_a_last_line_that_is_none_is_named(tmp_path, end, text, capsys):
+    file = tmp_path / "file"
+    file.write_text(_trace(0, [_call(0)]) + end)
+    assert cli.main(["trace", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"{file} is not a trace of torchtp: line 4: " in error and text in error
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999])
 def test_signals_that_can_not_be_caught_are_refused(number):
     with pytest.raises(ValueError, match=f"but {int(number)} is SIGKILL, SIGSTOP or none"):
