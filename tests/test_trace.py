@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import torchtp
-from torchtp import cli, parting, timeline
+from torchtp import cli, parting, timeline, trace
 from torchtp.testing import run_ranks
 
 
@@ -222,6 +222,13 @@ def test_a_last_line_that_is_none_is_named(tmp_path, end, text, capsys):
     assert cli.main(["trace", str(file)]) == 2
     error = capsys.readouterr().err
     assert f"{file} is not a trace of torchtp: line 4: " in error and text in error
+
+
+def test_a_path_need_not_be_text(tmp_path):
+    place = os.fsdecode(bytes(tmp_path) + b"/\xff")
+    trace.write_to(place, signals=())
+    trace.write_to("")
+    assert trace.dump(place) == ""  # this process has made no group
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999])

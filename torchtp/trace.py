@@ -30,7 +30,7 @@ def write_to(path: str | os.PathLike[str], signals: Iterable[int] = (signal.SIGT
                 f"write_to: signals are those that a process can catch, but {number} is SIGKILL, SIGSTOP or none: SIGTERM is "
                 "what torchrun sends"
             )
-    calls.write_to(os.fspath(path), numbers if os.fspath(path) else [])
+    calls.write_to(os.fsencode(path), numbers if os.fspath(path) else [])
 
 
 def dump(path: str | os.PathLike[str] = "", reason: str = "asked for") -> str:
@@ -38,7 +38,7 @@ def dump(path: str | os.PathLike[str] = "", reason: str = "asked for") -> str:
 
     "" when there is nothing or nowhere to write, or the file cannot be written, which stderr tells with the reason.
     """
-    return calls.dump(reason, os.fspath(path))
+    return os.fsdecode(calls.dump(reason, os.fsencode(path)))
 
 
 def start() -> None:

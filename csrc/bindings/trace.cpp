@@ -55,9 +55,19 @@ py::dict to_dict(const Recorder& recorder) {
 void bind_trace(py::module_& m) {
   py::class_<Trace, std::shared_ptr<Trace>>(m, "Trace")
       .def(py::init<>())
-      .def_property_readonly("path", &Trace::path)
+      .def_property_readonly("path", [](const Trace& trace) { return py::bytes(trace.path()); })
       .def("write_to", &Trace::write_to, py::arg("path"), py::arg("signals"), py::call_guard<py::gil_scoped_release>())
-      .def("dump", &Trace::dump, py::arg("reason"), py::arg("path") = "", py::call_guard<py::gil_scoped_release>())
+      .def(
+          "dump",
+          [](Trace& trace, const std::string& reason, const std::string& path) {  // a path need not be text
+            std::string file;
+            {
+              const py::gil_scoped_release released;
+              file = trace.dump(reason, path);
+            }
+            return py::bytes(file);
+          },
+          py::arg("reason"), py::arg("path") = "")
       .def("statistics",
            [](const Trace& trace) {
              py::list groups;
