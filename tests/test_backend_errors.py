@@ -199,7 +199,16 @@ def _impossible_timeout():
     dist.barrier()
 
 
-CASES = [_impossible_memory, _impossible_timeout, _bitwise_float, _average_bool, _wrong_output, _wrong_root, _negative_splits, _expanded_in_place]
+CASES = [
+    _impossible_memory,
+    _impossible_timeout,
+    _bitwise_float,
+    _average_bool,
+    _wrong_output,
+    _wrong_root,
+    _negative_splits,
+    _expanded_in_place,
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -84,7 +84,9 @@ def converted():
     import torchtp
 
     torch.manual_seed(0)
-    single = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2))
+    single = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2)
+    )
     model = torchtp.nn.convert(copy.deepcopy(single.double()), layout := make_layout({"w": 2}))
     x = torch.randn(2, 3, 8, 9, dtype=torch.float64)
     expected = single(x)

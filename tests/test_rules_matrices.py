@@ -75,7 +75,7 @@ def compare(name, mesh):
     torchtp.dtensor.mark(device_mesh_of(mesh[0]), range(len(mesh[0])))
     torch.manual_seed(0)
     gathers = len(mesh[0]) > 1 and name not in ON_TWO_AXES
-    gathers = gathers and not name.startswith("distances") or name.startswith("determinant_of")
+    gathers = (gathers and not name.startswith("distances")) or name.startswith("determinant_of")
     check(CASES[name], mesh, [torch.randn(IMAGE).double()], gathers=gathers, double=name not in ONCE)
 
 

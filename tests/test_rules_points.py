@@ -110,7 +110,13 @@ def _compare_with_parameters(name, mesh):
         check(lambda x, labels, table: x * table[:, labels].sin().sum(0), mesh, [x, labels], [PALETTE.t().contiguous()])
     else:
         shape, fn = ADDED[name]
-        check(fn, mesh, [x], [torch.linspace(-1, 1, math.prod(shape)).double().view(shape)], double=name not in ("in place", "by cut numbers"))
+        check(
+            fn,
+            mesh,
+            [x],
+            [torch.linspace(-1, 1, math.prod(shape)).double().view(shape)],
+            double=name not in ("in place", "by cut numbers"),
+        )
 
 
 @pytest.mark.parametrize("mesh", [W3, H4, HW], ids=["w3", "h4", "h2w2"])

@@ -89,11 +89,12 @@ def _read_one(path: Path) -> list[tuple[Group, RankTrace]]:
     lines = path.read_bytes().splitlines()
     found: list[tuple[Group, RankTrace]] = []
     head: dict[str, Any] = {}
-    number = 1
+    number = 0
     try:
         if not any(map(bytes.strip, lines)):
             raise ValueError("it is empty")
-        for number, line in enumerate(lines, 1):
+        for line in lines:
+            number += 1
             entry = json.loads(line.decode())
             if not head:
                 head = _checked(entry, _HEAD)

@@ -42,29 +42,29 @@ TorchtpBackend::Plan TorchtpBackend::plan_allgather(const char* title, const Ten
   const Tensors list = pieces_of_ranks(outputs, getSize(), getRank(), input, "allgather");
   const bool equal = all_of_one_length(list);
   const int64_t count = equal ? input.numel() : total_numel(list);
-  return {c10d::OpType::ALLGATHER,
-          title,
-          list,
-          inputs,
-          fingerprint(0, Kind::kAllgather, count, input.scalar_type()),
-          [input, list, equal](const Call& call) {
-            Dense source(input, true);
-            DenseList gathered(list, false);
-            source.keep_apart(gathered.spans(), call.engine.rank());
-            const std::vector<std::byte*> pieces = gathered.outputs();
-            if (equal) {
-              call.engine.allgather(call.sequence, source.data(), pieces, input.numel(), input.scalar_type());
-            } else {
-              collectives::copy_bytes(pieces[call.engine.rank()], source.data(), source.num_bytes());
-              for (int r = 0; r < call.engine.size(); ++r) {
-                // Lists of other lengths on other ranks are told as what was called, not as the broadcasts it is made of.
-                call.engine.agree(
-                    fingerprint(call.sequence, Kind::kAllgather, list[r].numel(), input.scalar_type(), r));
-                call.engine.broadcast(call.sequence, pieces[r], list[r].numel(), input.scalar_type(), r);
-              }
-            }
-            gathered.store();
-          }};
+  return {
+      c10d::OpType::ALLGATHER,
+      title,
+      list,
+      inputs,
+      fingerprint(0, Kind::kAllgather, count, input.scalar_type()),
+      [input, list, equal](const Call& call) {
+        Dense source(input, true);
+        DenseList gathered(list, false);
+        source.keep_apart(gathered.spans(), call.engine.rank());
+        const std::vector<std::byte*> pieces = gathered.outputs();
+        if (equal) {
+          call.engine.allgather(call.sequence, source.data(), pieces, input.numel(), input.scalar_type());
+        } else {
+          collectives::copy_bytes(pieces[call.engine.rank()], source.data(), source.num_bytes());
+          for (int r = 0; r < call.engine.size(); ++r) {
+            // Lists of other lengths on other ranks are told as what was called, not as the broadcasts it is made of.
+            call.engine.agree(fingerprint(call.sequence, Kind::kAllgather, list[r].numel(), input.scalar_type(), r));
+            call.engine.broadcast(call.sequence, pieces[r], list[r].numel(), input.scalar_type(), r);
+          }
+        }
+        gathered.store();
+      }};
 }
 
 TorchtpBackend::WorkPtr TorchtpBackend::allgather(TensorLists& outputs, Tensors& inputs,

@@ -49,8 +49,7 @@ void reduce_unequal(const Call& call, const std::vector<Dense>& sources, const D
     const at::Tensor& piece = sources[root].memory();
     if (root == rank) collectives::copy_bytes(result.data(), sources[root].data(), result.num_bytes());
     // Lists of other lengths on other ranks are told as what was called, not as the reduces that it is made of.
-    call.engine.agree(
-        fingerprint(call.sequence, Kind::kReduceScatter, piece.numel(), piece.scalar_type(), op, root));
+    call.engine.agree(fingerprint(call.sequence, Kind::kReduceScatter, piece.numel(), piece.scalar_type(), op, root));
     std::byte* const data = root == rank ? result.data() : sources[root].data();
     call.engine.reduce(call.sequence, data, piece.numel(), piece.scalar_type(), op, root);
   }

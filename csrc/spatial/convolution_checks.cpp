@@ -77,11 +77,10 @@ void check_convolution(const char* op, const at::Tensor& input, const at::Tensor
   // Of uncut dims too: ranks that own no output would not get to ATen's own check.
   for (int64_t dim = 2; dim < input.dim(); ++dim) {
     const size_t index = dim - 2;
-    TORCH_CHECK(!params.transposed ||
-                    params.output_padding[index] < std::max(params.stride[index], params.dilation[index]),
-                op, ": output_padding is less than stride or dilation, but in dim ", dim, " it is ",
-                params.output_padding[index], " with stride ", params.stride[index], " and dilation ",
-                params.dilation[index]);
+    TORCH_CHECK(
+        !params.transposed || params.output_padding[index] < std::max(params.stride[index], params.dilation[index]), op,
+        ": output_padding is less than stride or dilation, but in dim ", dim, " it is ", params.output_padding[index],
+        " with stride ", params.stride[index], " and dilation ", params.dilation[index]);
     TORCH_CHECK(convolution_extent(params, weight, index, extents[dim]) > 0, op, ": kernel ", weight.size(dim),
                 " with dilation ", params.dilation[index], " and padding ", params.padding[index],
                 " does not fit into dim ", dim, " of global extent ", extents[dim]);

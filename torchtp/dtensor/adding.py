@@ -36,7 +36,11 @@ def added_up(tensor: Any, indices: Any, values: Any, in_place: bool, from_end: b
     shape = (*tensor.shape[:at], lists[0].numel(), *tensor.shape[end:])
     if end - at != len(given) or values.shape != shape or any(each.shape != lists[0].shape for each in lists):
         return None
-    if values.dtype is torch.bool or lists[0].dim() != 1 or any(each.dtype not in (torch.int64, torch.int32) for each in lists):
+    if (
+        values.dtype is torch.bool
+        or lists[0].dim() != 1
+        or any(each.dtype not in (torch.int64, torch.int32) for each in lists)
+    ):
         return None
     local, mesh, placements = summed(values)
     axes = axes_cutting(placements, [at])

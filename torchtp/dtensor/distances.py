@@ -46,9 +46,9 @@ def distances(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     first, second = _sides(placements, num_dims)
     shape = torch.Size([*a.shape[:-1], b.size(-2)])
-    if isinstance(other, DTensor) and other.numel() > shape.numel():
-        if gathers(spec_of(other).placements, second if other is b else first):
-            notice.gathering(op, other.shape, other.dtype)
+    is_large = isinstance(other, DTensor) and other.numel() > shape.numel()
+    if is_large and gathers(spec_of(other).placements, second if other is b else first):
+        notice.gathering(op, other.shape, other.dtype)
     local = op(local_as(a, lead.device_mesh, first), local_as(b, lead.device_mesh, second), *others)
     return wrap(local, lead.device_mesh, placements, shape)
 
@@ -65,6 +65,8 @@ def distances_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     placements = tuple(place if plain_shard(place) else Replicate() for place in lead.placements)
     first, second = _sides(placements, a.dim())
     of_pairs = [local_as(each, mesh, placements).contiguous() for each in (grad, result)]
-    local = op(of_pairs[0], local_as(a, mesh, first).contiguous(), local_as(b, mesh, second).contiguous(), p, of_pairs[1])
+    local = op(
+        of_pairs[0], local_as(a, mesh, first).contiguous(), local_as(b, mesh, second).contiguous(), p, of_pairs[1]
+    )
     made = tuple(Partial() if place == columns else place for place in placements)
     return wrap(local, mesh, made, a.shape)
