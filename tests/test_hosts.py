@@ -7,6 +7,7 @@ import time
 
 import pytest
 import test_backend_collectives as moves
+import test_backend_overlap as overlap
 import test_exchange
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ def _reductions():
 
 
 def test_memory_of_both_sides_of_a_call_over_hosts(pairs):
-    pairs.run(moves.overlapping)
+    pairs.run(overlap.overlapping)
 
 
 def test_every_reduction_over_hosts(hosts):

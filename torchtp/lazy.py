@@ -8,9 +8,7 @@ The gradient handed to the parameter obeys the mean rule (see `share`).
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,14 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from torchtp.canvas import Canvas, plainly
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES, words
 from torchtp.dtensor.sharing import Share, made_takes_whole, share_of
-from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather
 from torchtp.dtensor.wrapping import wrap
-
-_state = threading.local()
+from torchtp.running import is_running, written_now
 
 # Functions and modules that take their parameters plain, by the aten op whose rule hands out gradients by the mean rule.
 _PLAIN_BY_RULE: dict[str, tuple[tuple[Any, ...], tuple[type, ...]]] = {
@@ -107,30 +104,6 @@ class Lazy(torch.Tensor):
             return func(*_each(beside, args), **_each(beside, kwargs))
 
 
-@contextmanager
-def running() -> Iterator[set[int]]:
-    """Inside, the parameters of prepared modules are Lazy (on this thread).
-
-    Gives the addresses of the memory of what is written through them: of parameters and buffers, and of others made of them.
-    """
-    before = getattr(_state, "depth", 0), getattr(_state, "written", None)
-    _state.depth, _state.written = before[0] + 1, set()
-    try:
-        yield _state.written
-    finally:
-        _state.depth, _state.written = before
-
-
-def is_running() -> bool:
-    """Whether a parallelized forward, or the recomputation of a piece of one in a backward, runs on this thread."""
-    return is_inside() or in_backward()
-
-
-def is_inside() -> bool:
-    """Whether a parallelized forward runs on this thread."""
-    return getattr(_state, "depth", 0) > 0
-
-
 def prepare(root: nn.Module) -> None:
     """Have the parameters and buffers of all modules under `root` read as Lazy while a parallelized forward runs."""
     for module in root.modules():
@@ -165,16 +138,16 @@ def settle_buffers(modules: Iterable[nn.Module]) -> set[int]:
     replaced = []
     for module in modules:
         for name, buffer in module._buffers.items():
-            if isinstance(buffer, (Lazy, DTensor)):
-                settled = buffer.full_tensor() if isinstance(buffer, DTensor) else _unlazy(buffer)
+            if isinstance(buffer, (Lazy, DTensor, Canvas)):
+                settled = buffer.full_tensor() if isinstance(buffer, DTensor) else plainly(_unlazy(buffer))
                 module._buffers[name] = settled
                 replaced.append(settled)
     return addresses(replaced)
 
 
 def unwrap(value: Any) -> Any:
-    """Lazy tensors as plain ones, everywhere in a nested value."""
-    return pytree.tree_map(_unlazy, value)
+    """Lazy tensors and canvases as plain ones, everywhere in a nested value."""
+    return pytree.tree_map(lambda leaf: plainly(_unlazy(leaf)), value)
 
 
 class Remade:
@@ -305,7 +278,7 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 def _note_written(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Keep where `func` wrote, if it did and a forward runs that asks for it."""
-    written: set[int] | None = getattr(_state, "written", None)
+    written = written_now()
     if written is not None and args and (func == _SET_DATA or _writes(func)):
         first = args[0]
         written.update(addresses(first if isinstance(first, (list, tuple)) else [first]))

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from torchtp import lazy
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.notice import running_module
 from torchtp.dtensor.spatial import is_marked, on_first_mark
 from torchtp.dtensor.whole import Whole
+from torchtp.running import is_running
 
 
 class PartWarning(UserWarning):
@@ -29,7 +29,7 @@ class PartWarning(UserWarning):
 def _inside(tensor: DTensor) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not tensor.requires_grad:
         return False
-    if not lazy.is_running() or not is_marked(tensor.device_mesh):
+    if not is_running() or not is_marked(tensor.device_mesh):
         return False
     caller = sys._getframe(2).f_globals["__name__"]
     return not caller.startswith("torch.distributed.")  # derivatives of DTensor itself
@@ -55,7 +55,7 @@ def _values(tensor: DTensor, method: str) -> torch.Tensor:
     if not is_marked(tensor.device_mesh):
         return tensor
     if any(not isinstance(placement, Replicate) for placement in tensor.placements):
-        if not lazy.is_running():
+        if not is_running():
             raise RuntimeError(
                 f"{method} takes a whole tensor, but this one of shape {tuple(tensor.shape)} is placed "
                 f"{tensor.placements}: call full_tensor() first, on every rank of its mesh, or parallelize with "

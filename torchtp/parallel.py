@@ -28,6 +28,7 @@ from torchtp.gradients import GradientReducer
 from torchtp.images import Images, Output, is_image
 from torchtp.layout import Layout, check_types
 from torchtp.refusals import refuse_ended, refuse_script, refuse_transforms
+from torchtp.running import is_inside, running
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -156,7 +157,7 @@ class _State:
     def run(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the images, call `forward`, give its outputs the wanted form."""
         refuse_transforms(module, (args, kwargs))
-        if lazy.is_inside():
+        if is_inside():
             return forward(*args, **kwargs)
         refuse_ended(self.layout.group)
         is_new = torch.is_grad_enabled() and self._composition.look(module)
@@ -205,7 +206,7 @@ class _State:
             randomness.stream(self.layout, agreed.notes),
             self._composition.given(),
             inner_gradients.averaged(self.layout.spatial_mesh, self._composition.parameters),
-            lazy.running() as written,
+            running() as written,
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
         self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))

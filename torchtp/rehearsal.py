@@ -40,6 +40,7 @@ from torchtp.dtensor.cut import cut_locally
 from torchtp.dtensor.upstream import Op, in_backward, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 from torchtp.measure import SavedBytes
+from torchtp.running import running
 
 _META = torch.device("meta")
 _MODULE = "torchtp.module"  # in a node's metadata: the path of the module whose forward made it
@@ -278,7 +279,7 @@ def rehearse(
             # Not on a single device: where a mode is active, some ops take another way and keep something else.
             stack.enter_context(observer)
         locals_ = [image._local_tensor if isinstance(image, DTensor) else image for image in inputs]
-        with SavedBytes([*parameters, *locals_]) as saved, lazy.running() if axes else contextlib.nullcontext():
+        with SavedBytes([*parameters, *locals_]) as saved, running() if axes else contextlib.nullcontext():
             outputs = module(*inputs)
         counts.kept_bytes = saved.num_bytes
         lazy.settle_buffers([part for part in module.modules() if part._buffers])

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtp import lazy
 from torchtp.dtensor.spatial import local_part
 from torchtp.dtensor.wrapping import from_part
+from torchtp.running import running
 
 
 class _Norm(nn.Module):
@@ -25,7 +26,7 @@ class _Norm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not isinstance(args[0] if args else kwargs["input"], DTensor):
             return super().forward(*args, **kwargs)
-        with lazy.running():
+        with running():
             return super().forward(*args, **kwargs)
 
 

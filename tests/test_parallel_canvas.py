@@ -1,0 +1,204 @@
+"""Tensors that a forward makes by torch.zeros and its kin and fills with cut values: cut like these, exact, nothing gathered."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import make_layout
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from training import loss_of, make_images
+
+import torchtp
+from torchtp.testing import run_ranks
+
+
+class Filler(nn.Module):
+    def __init__(self, fill):
+        super().__init__()
+        self.fill = fill
+        self.look = nn.Conv2d(2, 4, 3, padding=1)
+        self.volume = nn.Conv3d(4, 2, 3, padding=1)
+        self.token = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x):
+        return self.fill(self, self.look(x))
+
+
+def _zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+def _cost_volume(m, y):
+    volume = torch.zeros(y.size(0), 4, 5, 13, 17, dtype=y.dtype, device=y.device)
+    for shift in range(5):
+        if shift == 0:
+            volume[:, :, 0] = y * y
+        else:
+            volume[:, :, shift, :, shift:] = y[..., shift:] * y[..., :-shift]
+    return m.volume(volume)
+
+
+def _inverse_wavelet(m, y):
+    wide = torch.empty(y.size(0), 1, 26, 34, dtype=y.dtype)
+    for band in range(4):
+        wide[:, :, band // 2 :: 2, band % 2 :: 2] = y[:, band : band + 1]
+    return F.avg_pool2d(wide, 3, 1, 1)
+
+
+def _modes(m, y):
+    spectrum = torch.fft.rfft2(y)
+    kept = torch.zeros(y.size(0), 4, 13, 9, dtype=spectrum.dtype)
+    kept[:, :, :4, :5] = spectrum[:, :, :4, :5] * 2
+    kept[:, :, -4:, :5] = spectrum[:, :, -4:, :5] * m.token[:, None, None]
+    return torch.fft.irfft2(kept, s=(13, 17))
+
+
+def _one_image_at_a_time(m, y):
+    out = torch.full((y.size(0), 4, 13, 17), 0.5, dtype=y.dtype)
+    for image in range(y.size(0)):
+        out[image] = y[image].relu()
+    out[:, -1] *= 2
+    out[0, 1] += y[0, 2]
+    return out
+
+
+def _seen_before(m, y):
+    canvas = _zeros(y.size(0), 4, 13, 17)
+    view = canvas[:, :2]  # sees what is written into the canvas
+    canvas[:, :, 2:5] = y[:, :, 2:5]
+    return torch.cat([canvas, view * 3], 1)
+
+
+def _saved_before(m, y):
+    canvas = torch.ones(y.size(0), 4, 13, 17, dtype=torch.float64)
+    product = m.token[:, None, None].exp() * canvas.clone()
+    canvas[..., 3:] = y[..., 3:]
+    return canvas * product
+
+
+def _with_a_token(m, y):
+    canvas = _zeros(y.size(0), 5, 13, 17)
+    canvas[:, 0] = m.token[2]
+    canvas[:, 1:] = y
+    return canvas
+
+
+def _broadcast(m, y):
+    canvas = _zeros(y.size(0), 4, 13, 17)
+    canvas[:] = y.mean((2, 3), keepdim=True)
+    canvas[:, :, 1] = y[:, :, 1:2].mean(3)
+    return canvas + y
+
+
+def _by_list(m, y):
+    canvas = _zeros(y.size(0), 4, 13, 17)
+    canvas[:, [0, 2]] = y[:, :2]
+    return canvas
+
+
+def _never_written(m, y):
+    return torch.cat([y, _zeros(y.size(0), 1, 13, 17)], 1) + torch.ones(1, 1, 1, dtype=torch.float64)
+
+
+def _recomputed(m, y):
+    return checkpoint(_cost_volume, m, y, use_reentrant=False)
+
+
+LOCAL = {
+    "a cost volume": _cost_volume,
+    "the inverse of a wavelet transform": _inverse_wavelet,
+    "modes of a spectrum": _modes,
+    "one image at a time": _one_image_at_a_time,
+    "nothing written": _never_written,
+    "a cost volume that is recomputed": _recomputed,
+}
+GATHERED = {
+    "a view made before": _seen_before,
+    "made before a product": _saved_before,
+    "beside a token": _with_a_token,
+    "something smaller": _broadcast,
+    "lists": _by_list,
+}
+
+
+def _train(model):
+    image = make_images(1, 2).requires_grad_()
+    output = model(image)
+    loss_of(output).backward()
+    return [output.detach(), image.grad], [parameter.grad for parameter in model.parameters()]
+
+
+def _run(name, axes):
+    torch.manual_seed(0)
+    single = Filler({**LOCAL, **GATHERED}[name]).double()
+    model = torchtp.parallelize(copy.deepcopy(single), make_layout(axes), output="full")
+    expected = _train(single)
+    with torchtp.strict() if name in LOCAL else contextlib.nullcontext():
+        torch.testing.assert_close(_train(model), expected, rtol=1e-9, atol=1e-11)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(make_images(3, 2)), single(make_images(3, 2)), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 3}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("name", [*LOCAL, *GATHERED])
+def test_what_a_forward_makes_and_fills_is_exact(name, axes):
+    run_ranks(_run, torch.Size(axes.values()).numel(), name, axes)
+
+
+class Keeper(nn.Module):
+    """Keeps what it made in an attribute and a buffer, and returns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.look = nn.Conv2d(2, 2, 1)
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        if self.last is None:
+            self.kept = torch.zeros(1, 2, 3)
+            self.last = torch.ones(1, 2, 3)
+        self.kept[0, 0] += 1
+        self.last[0, 0] += 1
+        return self.look(x), torch.zeros(1, 2, 3), self.kept + self.last
+
+
+def _keep():
+    model = torchtp.parallelize(Keeper().double(), make_layout({"w": 2}))
+    for step in range(2):
+        image, made, total = model(make_images(step, 2))
+        assert isinstance(image, DTensor)
+        assert type(made) is type(model.last) is torch.Tensor
+        torch.testing.assert_close(total[0, 0], torch.full((3,), 3.0 + 2 * step))
+    torch.testing.assert_close(torch.zeros(1, 2, 3).tolist(), [[[0.0] * 3] * 2])
+    assert type(torch.zeros(1, 2, 3)) is torch.Tensor
+    torch.save(model.kept, "/dev/null")
+    copied = copy.deepcopy(model.kept)
+    return [copied.tolist(), dist.get_rank()]
+
+
+def test_what_is_made_and_not_cut_stays_plain():
+    run_ranks(_keep, 2)
+
+
+def _default_device_and_script():
+    torchtp.parallelize(nn.Conv2d(2, 2, 1), make_layout({"w": 2}))
+    with torch.device("meta"):
+        assert torch.zeros(2, 3, 4).is_meta
+
+    @torch.jit.script
+    def scripted(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros([2, 3, 4], dtype=x.dtype)
+
+    scripted(torch.ones(2, 3, 4))
+    traced = torch.fx.symbolic_trace(lambda x: x + torch.zeros(2, 3, 4))
+    assert "torch.zeros" in traced.code or "_tensor_constant" in traced.code
+    return torch.compile(lambda x: x + torch.zeros(2, 3, 4), backend="eager", fullgraph=True)(torch.ones(1)).sum()
+
+
+def test_what_pytorch_does_with_the_functions_goes_on():
+    run_ranks(_default_device_and_script, 2)

@@ -1,0 +1,41 @@
+"""Whether a parallelized forward runs on this thread, and what is written meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchtp.dtensor.upstream import in_backward
+
+_state = threading.local()
+
+
+@contextmanager
+def running() -> Iterator[set[int]]:
+    """Inside, the parameters of prepared modules are Lazy (on this thread).
+
+    Gives the addresses of the memory of what is written through them: of parameters and buffers, and of others made of them.
+    """
+    before = getattr(_state, "depth", 0), getattr(_state, "written", None)
+    _state.depth, _state.written = before[0] + 1, set()
+    try:
+        yield _state.written
+    finally:
+        _state.depth, _state.written = before
+
+
+def is_running() -> bool:
+    """Whether a parallelized forward, or the recomputation of a piece of one in a backward, runs on this thread."""
+    return is_inside() or in_backward()
+
+
+def is_inside() -> bool:
+    """Whether a parallelized forward runs on this thread."""
+    return getattr(_state, "depth", 0) > 0
+
+
+def written_now() -> set[int] | None:
+    """What the `running` around gives, if there is one."""
+    written: set[int] | None = getattr(_state, "written", None)
+    return written
