@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
+import io
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from models import make_layout
 from torch import nn
@@ -56,6 +56,17 @@ def _modes(m, y):
     kept[:, :, :4, :5] = spectrum[:, :, :4, :5] * 2
     kept[:, :, -4:, :5] = spectrum[:, :, -4:, :5] * m.token[:, None, None]
     return torch.fft.irfft2(kept, s=(13, 17))
+
+
+def _sums(m, y):
+    total = torch.zeros(y.size(0), 4, 13, 17).to(y)
+    again = torch.zeros_like(torch.ones(y.size(0), 4, 13, 17).double())
+    for times in range(3):
+        total += y * times
+        again.add_(y.relu(), alpha=2)
+    copied = torch.empty(y.size(0), 4, 13, 17).type_as(y)
+    copied.copy_(y.mean(1, keepdim=True))
+    return total * again + copied
 
 
 def _one_image_at_a_time(m, y):
@@ -113,6 +124,7 @@ LOCAL = {
     "a cost volume": _cost_volume,
     "the inverse of a wavelet transform": _inverse_wavelet,
     "modes of a spectrum": _modes,
+    "sums": _sums,
     "one image at a time": _one_image_at_a_time,
     "nothing written": _never_written,
     "a cost volume that is recomputed": _recomputed,
@@ -150,35 +162,57 @@ def test_what_a_forward_makes_and_fills_is_exact(name, axes):
     run_ranks(_run, torch.Size(axes.values()).numel(), name, axes)
 
 
+class Tagged(torch.Tensor):
+    """A class of a user's own."""
+
+
 class Keeper(nn.Module):
-    """Keeps what it made in an attribute and a buffer, and returns it."""
+    """Keeps what it made in an attribute, a buffer and a parameter, hands it to other programs, and returns it."""
 
     def __init__(self):
         super().__init__()
         self.look = nn.Conv2d(2, 2, 1)
+        self.scripted, self.compiled = torch.jit.script(Adder()), torch.compile(Adder(), backend="aot_eager")
         self.register_buffer("last", None)
+        self.register_parameter("gain", None)
 
     def forward(self, x):
         if self.last is None:
             self.kept = torch.zeros(1, 2, 3)
             self.last = torch.ones(1, 2, 3)
+            self.gain = nn.Parameter(torch.ones(2, 1, 1, dtype=x.dtype))
         self.kept[0, 0] += 1
         self.last[0, 0] += 1
-        return self.look(x), torch.zeros(1, 2, 3), self.kept + self.last
+        made = torch.zeros(1, 2, 1, dtype=x.dtype)
+        assert torch.einsum("abc,bd->ad", made, torch.ones(2, 2, dtype=x.dtype)).shape == (1, 2)
+        assert type(torch.ones(3).as_subclass(Tagged) + made) is Tagged
+        seen = self.look(x) * self.gain
+        return self.scripted(seen, made) + self.compiled(seen, made), torch.zeros(1, 2, 3), self.kept + self.last
+
+
+class Adder(nn.Module):
+    def forward(self, x, made):
+        return x + made.sum()
 
 
 def _keep():
     model = torchtp.parallelize(Keeper().double(), make_layout({"w": 2}))
     for step in range(2):
         image, made, total = model(make_images(step, 2))
-        assert isinstance(image, DTensor)
+        assert isinstance(image, DTensor) and type(model.gain) is nn.Parameter
         assert type(made) is type(model.last) is torch.Tensor
         torch.testing.assert_close(total[0, 0], torch.full((3,), 3.0 + 2 * step))
-    torch.testing.assert_close(torch.zeros(1, 2, 3).tolist(), [[[0.0] * 3] * 2])
+    image.full_tensor().sum().backward()
+    torch.testing.assert_close(model.gain.grad.flatten(), model.gain.grad.new_tensor(_gains(model, make_images(1, 2))))
     assert type(torch.zeros(1, 2, 3)) is torch.Tensor
-    torch.save(model.kept, "/dev/null")
-    copied = copy.deepcopy(model.kept)
-    return [copied.tolist(), dist.get_rank()]
+    saved = io.BytesIO()
+    torch.save(model.kept, saved)
+    saved.seek(0)
+    assert type(torch.load(saved)) is type(copy.deepcopy(model.kept)) is torch.Tensor
+
+
+def _gains(model, image):
+    return (2 * F.conv2d(image, model.look.weight, model.look.bias)).sum((0, 2, 3)).tolist()
 
 
 def test_what_is_made_and_not_cut_stays_plain():

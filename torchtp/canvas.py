@@ -18,12 +18,18 @@ from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import Placements, cut_locally
+from torchtp.dtensor.registry import words
 from torchtp.dtensor.spatial import is_spatial, on_first_mark
 from torchtp.dtensor.upstream import Partial, Placement, Replicate, Shard, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
-from torchtp.running import is_running, written_now
+from torchtp.running import is_running, writes, written_now
 
 _FACTORIES = ("zeros", "ones", "empty", "full")
+# What makes one like it, on a device or of a dtype.
+_ALIKE = {
+    *(getattr(torch, f"{name}_like") for name in _FACTORIES),
+    *(getattr(torch.Tensor, name) for name in words("to type type_as float double half bfloat16 cpu cuda clone")),
+}
 _LEAST_DIMS = 3  # [C, H, W]; masks and tables have fewer, and are wanted whole
 _ALONE = 2  # references to its storage: its own, and that of the object that is asked
 _SET_ITEM = torch.Tensor.__setitem__
@@ -45,16 +51,24 @@ class Canvas(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(kind is not Canvas for kind in types):
-            return NotImplemented  # theirs to decide: to them it is a plain tensor
+        if any(kind not in (Canvas, torch.Tensor) for kind in types):  # theirs to decide: to them it is a plain tensor
+            return _on_plain(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func == _SET_ITEM:
                 _cut_by(*args)
-            if not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
-                return func(*args, **kwargs)
-            plain, others = pytree.tree_map(plainly, (args, kwargs))
-            result = func(*plain, **others)
-            return args[0] if result is plain[0] else result
+            elif len(args) > 1 and writes(func):
+                _cut_by(args[0], ..., args[1])
+            if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+                result = _on_plain(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
+            return _canvas(result) if func in _ALIKE and is_running() else result
+
+
+def _on_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    plain, others = pytree.tree_map(plainly, (args, kwargs))
+    result = func(*plain, **others)
+    return args[0] if plain and result is plain[0] else result
 
 
 def plainly(value: Any) -> Any:
@@ -116,23 +130,41 @@ def _placements(target: Canvas, index: Any, value: DTensor) -> Placements | None
     return tuple(placements)
 
 
+def _canvas(made: torch.Tensor) -> torch.Tensor:
+    """What has just been made, as a canvas of this forward if it may be one."""
+    if type(made) is not torch.Tensor or made.layout != torch.strided:
+        return made
+    if made.requires_grad or made.dim() < _LEAST_DIMS or made._is_view():  # type: ignore[no-untyped-call]
+        return made
+    canvas = torch.Tensor._make_subclass(Canvas, made)
+    canvas._born = written_now()  # type: ignore[attr-defined]
+    return canvas
+
+
 def _watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         made = make(*args, **kwargs)
         if torch.compiler.is_compiling() or not is_running() or "out" in kwargs:
             return made
-        if type(made) is not torch.Tensor or made.dim() < _LEAST_DIMS or made.requires_grad:
-            return made
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if made.layout != torch.strided or caller.startswith(("torch.", "torchtp.")):
+        if caller.startswith(("torch.", "torchtp.")):
             return made
-        canvas = torch.Tensor._make_subclass(Canvas, made)
-        canvas._born = written_now()  # type: ignore[attr-defined]
-        return canvas
+        return _canvas(made)
 
     watched.__module__, watched.__qualname__ = "torch", make.__name__
     return watched
+
+
+def _plain_parameters() -> None:
+    """A parameter is made of a plain tensor; of any other it would have to be of the same class itself."""
+    theirs = torch.nn.Parameter.__new__
+
+    @functools.wraps(theirs)
+    def new(cls: type[torch.nn.Parameter], data: Any = None, requires_grad: bool = True) -> torch.nn.Parameter:
+        return theirs(cls, plainly(data), requires_grad)
+
+    torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
 
 
 def _install() -> None:
@@ -141,6 +173,7 @@ def _install() -> None:
         watched = _watched(getattr(torch, name))
         torch.jit._builtins._register_builtin(watched, f"aten::{name}")
         setattr(torch, name, watched)
+    _plain_parameters()
 
 
 on_first_mark(_install)

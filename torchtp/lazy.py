@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from torchtp.canvas import Canvas, plainly
 from torchtp.dtensor.cut import full_of
-from torchtp.dtensor.registry import RULES, SPATIAL_RULES, words
+from torchtp.dtensor.registry import RULES, SPATIAL_RULES
 from torchtp.dtensor.sharing import Share, made_takes_whole, share_of
 from torchtp.dtensor.whole import Gather
 from torchtp.dtensor.wrapping import wrap
-from torchtp.running import is_running, written_now
+from torchtp.running import is_running, writes, written_now
 
 # Functions and modules that take their parameters plain, by the aten op whose rule hands out gradients by the mean rule.
 _PLAIN_BY_RULE: dict[str, tuple[tuple[Any, ...], tuple[type, ...]]] = {
@@ -47,7 +47,6 @@ _TAKES_PLAIN = {function for functions, _ in _ruled for function in functions}
 _KEEPS_PLAIN = {module for _, modules in _ruled for module in modules}  # hand their parameters to nothing else
 
 
-_OPERATORS = words("iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor ilshift irshift")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ORIGIN = "_torchtp_origin"
 
@@ -89,7 +88,7 @@ class Lazy(torch.Tensor):
                 return None
             if func is torch.autograd.grad:  # its inputs are what the graph was made of
                 return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
-            if _writes(func):
+            if writes(func):
                 plain = _each(_unlazy, args)
                 written = func(*plain, **_each(_unlazy, kwargs))
                 _note_written(func, plain)
@@ -270,16 +269,10 @@ def _cut_partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | Non
     return next((leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, DTensor)), None) if nested else None
 
 
-def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a function or method of torch writes into its first argument: `add_`, `__setitem__`, `__iadd__`."""
-    name = getattr(func, "__name__", "")
-    return name == "__setitem__" or (name[2:-2] in _OPERATORS if name.endswith("__") else name.endswith("_"))
-
-
 def _note_written(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Keep where `func` wrote, if it did and a forward runs that asks for it."""
     written = written_now()
-    if written is not None and args and (func == _SET_DATA or _writes(func)):
+    if written is not None and args and (func == _SET_DATA or writes(func)):
         first = args[0]
         written.update(addresses(first if isinstance(first, (list, tuple)) else [first]))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from torchtp.dtensor.registry import words
 from torchtp.dtensor.upstream import in_backward
 
 _state = threading.local()
+_OPERATORS = words("iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor ilshift irshift")
 
 
 @contextmanager
@@ -39,3 +42,9 @@ def written_now() -> set[int] | None:
     """What the `running` around gives, if there is one."""
     written: set[int] | None = getattr(_state, "written", None)
     return written
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether a function or method of torch writes into its first argument: `add_`, `__setitem__`, `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name[2:-2] in _OPERATORS if name.endswith("__") else name.endswith("_"))
