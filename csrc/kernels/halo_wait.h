@@ -94,7 +94,9 @@ TORCHTP_HOST_DEVICE bool wait_until(const HaloContext& context, const uint64_t* 
     if (Atomics::load_acquire(word) >= least) return true;
     if (has_stopped<Atomics>(context)) return false;
     if (left) trouble = HaloTrouble::kLeft;
-    if (Atomics::nanoseconds() - begin > context.deadline_nanoseconds) trouble = HaloTrouble::kDeadline;
+    // Signed: a device's clock may be set back meanwhile.
+    const auto waited = static_cast<int64_t>(Atomics::nanoseconds() - begin);
+    if (waited > static_cast<int64_t>(context.deadline_nanoseconds)) trouble = HaloTrouble::kDeadline;
     if (trouble != HaloTrouble::kNone) break;
     Atomics::pause();
   }
