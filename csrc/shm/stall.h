@@ -53,9 +53,9 @@ class Stall {
   const Clock::time_point begin_;
   Clock::time_point looked_at_ = begin_;
   std::array<Clock::time_point, kMaxRanks> stopped_at_{};
+  // Another rank's wait for this one; when it began tells it from later ones. 0: there is none.
   struct Circle {
-    int64_t since_ns =
-        0;  // of the other rank's wait, which tells it from later ones; 0: it does not wait for this rank
+    int64_t since_ns = 0;
     Clock::time_point seen_at;
   };
   std::array<Circle, kMaxRanks> circles_{};

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.counting import extremes
 from torchtp.dtensor.cut import axes_cutting
 from torchtp.dtensor.fallback import is_short_list
 from torchtp.dtensor.moving import all_reduced, recut_tensor
@@ -94,8 +95,7 @@ def _check_within(numbers: torch.Tensor, least: int, extent: int, dim: int, mesh
     """IndexError on all ranks for a number of any of them beyond its dim."""
     if numbers.is_meta:
         return
-    ends = torch.stack([numbers.max(), -numbers.min()]) if numbers.numel() else numbers.new_tensor([least, -least])
-    highest, lowest = all_reduced(ends, mesh, axes, "max").tolist()
-    if highest >= extent or -lowest < least:
-        beyond = highest if highest >= extent else -lowest
-        raise IndexError(f"index {beyond} is out of bounds for dimension {dim} with size {extent}")
+    lowest, highest = extremes(numbers, mesh, axes)
+    if highest >= extent or lowest < least:
+        beyond = highest if highest >= extent else lowest
+        raise IndexError(f"index {beyond:.0f} is out of bounds for dimension {dim} with size {extent}")

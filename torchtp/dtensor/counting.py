@@ -14,8 +14,21 @@ from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, spec_of
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, local_of, spec_of
 from torchtp.dtensor.wrapping import wrap
+
+
+def extremes(local: torch.Tensor, mesh: DeviceMesh, axes: list[int]) -> tuple[float, float]:
+    """The least and the largest element of all parts over the axes; (inf, -inf) of none, nan of both where there is one."""
+    if local.numel():
+        least, largest = torch.aminmax(local)
+        ends = torch.stack([-least.double(), largest.double()])
+    else:
+        ends = local.new_full((2,), -math.inf, dtype=torch.double)
+    is_nan = ends.isnan()
+    ends = all_reduced(torch.cat([ends.masked_fill(is_nan, -math.inf), is_nan.double()]), mesh, axes, "max")
+    lowest, highest, *nans = ends.tolist()
+    return (math.nan, math.nan) if any(nans) else (-lowest, highest)
 
 
 class Counted:
@@ -28,18 +41,8 @@ class Counted:
         self._axes = axes_cutting(self.placements)
 
     def range(self) -> tuple[float, float]:
-        """The least and the largest element of the whole; (inf, -inf) of none, nan of both where there is one."""
-        if self.local.numel():
-            least, largest = torch.aminmax(self.local)
-            ends = torch.stack([-least.double(), largest.double()])
-        else:
-            ends = self.local.new_full((2,), -math.inf, dtype=torch.double)
-        is_nan = ends.isnan()
-        ends = all_reduced(
-            torch.cat([ends.masked_fill(is_nan, -math.inf), is_nan.double()]), self.mesh, self._axes, "max"
-        )
-        lowest, highest, *nans = ends.tolist()
-        return (math.nan, math.nan) if any(nans) else (-lowest, highest)
+        """`extremes` of the whole."""
+        return extremes(self.local, self.mesh, self._axes)
 
     def summed(self, counts: torch.Tensor) -> DTensor:
         whole = all_reduced(counts, self.mesh, self._axes)

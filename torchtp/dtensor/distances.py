@@ -19,11 +19,10 @@ from torchtp.dtensor.wrapping import wrap
 
 
 def _sides(placements: Placements, num_dims: int) -> tuple[Placements, Placements]:
-    """How the two are cut whose distances are cut so."""
+    """How the two are cut whose distances are cut so, or whole."""
     rows, columns = Shard(num_dims - 2), Shard(num_dims - 1)
-    cut = tuple(p if plain_shard(p) else Replicate() for p in placements)
-    first = tuple(Replicate() if p == columns else p for p in cut)
-    second = tuple(Replicate() if p == rows else rows if p == columns else p for p in cut)
+    first = tuple(Replicate() if p == columns else p for p in placements)
+    second = tuple(Replicate() if p == rows else rows if p == columns else p for p in placements)
     return first, second
 
 

@@ -63,9 +63,7 @@ def _check_broadcast(tensor: Any, root_rank: int) -> None:
     checked(check)
 
 
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
-    """Start to overwrite `tensor` by that of `root_rank`; ValueError for a root that is no rank, TypeError for no dense tensor."""
-    _check_broadcast(tensor, root_rank)
+def _broadcast_in_place(tensor: torch.Tensor, root_rank: int) -> Handle:
     message = tensor.detach().contiguous()
     work = dist.broadcast(message, root_rank, async_op=True)
 
@@ -77,10 +75,16 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     return Handle([work], finish)
 
 
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """Start to overwrite `tensor` by that of `root_rank`; ValueError for a root that is no rank, TypeError for no dense tensor."""
+    _check_broadcast(tensor, root_rank)
+    return _broadcast_in_place(tensor, root_rank)
+
+
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
     """Like `broadcast_async_`, into a new tensor."""
     _check_broadcast(tensor, root_rank)
-    return broadcast_async_(tensor.detach().clone(), root_rank, name)
+    return _broadcast_in_place(tensor.detach().clone(), root_rank)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
