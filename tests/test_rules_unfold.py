@@ -57,19 +57,23 @@ def test_patches_match_the_whole(name, mesh):
     run_ranks(run_case, num_ranks(mesh), name, mesh, backend="gloo")
 
 
-def fold_of_cut_channels():
+def of_cut_channels(placements):
     """As VOLO's patches, which a product may have cut so."""
-    mesh = device_mesh_of(W3[0])
-    torchtp.dtensor.mark(mesh, [0])
+    mesh = device_mesh_of((W3 if len(placements) == 1 else HW)[0])
+    torchtp.dtensor.mark(mesh, range(len(placements)))
     patches = torch.randn(2, 36, 99, generator=torch.Generator().manual_seed(0)).double()
-    cut = distribute_tensor(patches, mesh, [Shard(1)], src_data_rank=None)
+    image = patches.view(2, 4, 27, 33)
+    cut, cut_image = (distribute_tensor(whole, mesh, placements, src_data_rank=None) for whole in (patches, image))
     with torchtp.strict():
         folded = F.fold(cut, (9, 11), 3, padding=1)
+        unfolded = F.unfold(cut_image, 3, padding=1)
     torch.testing.assert_close(folded.full_tensor(), F.fold(patches, (9, 11), 3, padding=1))
+    torch.testing.assert_close(unfolded.full_tensor(), F.unfold(image, 3, padding=1))
 
 
-def test_patches_of_cut_channels_are_folded():
-    run_ranks(fold_of_cut_channels, 3, backend="gloo")
+@pytest.mark.parametrize("dims", [(1,), (1, 2), (2, 1), (1, 1)], ids=str)
+def test_patches_of_cut_channels_are_folded(dims):
+    run_ranks(of_cut_channels, 3 if len(dims) == 1 else num_ranks(HW), [Shard(dim) for dim in dims], backend="gloo")
 
 
 def refused():

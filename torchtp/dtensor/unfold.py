@@ -13,7 +13,7 @@ from torchtp.dtensor.moving import Wants, chunk_of, pulled, pushed
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Shard, plain_shard
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, plain_shard
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -78,15 +78,16 @@ def _local_params(placements: Placements, alongs: list[_Along]) -> tuple[list[in
     )
 
 
-def _is_image_cut(tensor: Any) -> bool:
-    return (
-        taken(tensor) and tensor.dim() == 4 and any(axis_cutting(tensor.placements, dim) is not None for dim in (2, 3))
-    )
+def _is_image_cut(tensor: DTensor) -> bool:
+    return any(axis_cutting(tensor.placements, dim) is not None for dim in (2, 3))
 
 
 @spatial_rule("im2col")
 def unfold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, *params = bound(op, args, kwargs)
+    if not taken(input) or input.dim() != 4:
+        return unruled(op, args, kwargs)
+    input = _by_place(input)
     if not _is_image_cut(input):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(input)
@@ -109,12 +110,22 @@ def fold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not taken(input) or input.dim() != 3:
         return unruled(op, args, kwargs)
     alongs = _alongs(list(sizes), params)
-    mesh, placements = input.device_mesh, input.placements
-    if axis_cutting(placements, 1) is not None and axis_cutting(placements, 2) is None:
-        by_place = tuple(Shard(2) if plain_shard(p) and p.dim == 1 else p for p in placements)
-        input = wrap(local_as(input, mesh, by_place), mesh, by_place, input.shape)
-    patches = aten.view(input, [*input.shape[:2], *(along.count for along in alongs)])
+    patches = _by_place(aten.view(input, [*input.shape[:2], *(along.count for along in alongs)]))
     return _folded(op, patches, alongs) if _is_image_cut(patches) else unruled(op, args, kwargs)
+
+
+def _by_place(image: DTensor) -> DTensor:
+    """With all channels of a place on one rank: axes that cut them cut an image dim which no other axis does."""
+    mesh, placements = image.device_mesh, image.placements
+    if axis_cutting(placements, 1) is None:
+        return image
+    free = [dim for dim in (2, 3) if axis_cutting(placements, dim) is None]
+    moved = []
+    for placement in placements:
+        if plain_shard(placement) and placement.dim == 1:
+            placement = Shard(free.pop(0)) if free else Replicate()
+        moved.append(placement)
+    return wrap(local_as(image, mesh, tuple(moved)), mesh, tuple(moved), image.shape)
 
 
 def _folded(op: Op, patches: DTensor, alongs: list[_Along]) -> DTensor:
