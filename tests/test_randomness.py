@@ -43,6 +43,8 @@ class Masks(nn.Module):
         x = x + torch.empty(sample, dtype=x.dtype).bernoulli_(0.5)  # torchvision's StochasticDepth, born plain
         x = F.dropout(x, 0.3)
         x = F.dropout2d(x, 0.3)
+        places = x.flatten(2)  # merged dims and what becomes of them lie in memory as one device's
+        x = F.dropout(torch.bmm(places @ places.mT, places).view(x.shape), 0.3)
         x = x + 0.1 * torch.rand_like(x) + 0.1 * torch.randn_like(x)
         return x * torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype)
 

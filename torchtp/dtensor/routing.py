@@ -15,7 +15,7 @@ import torch
 from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, interval, owned
 from torchtp.dtensor.moving import sent_around
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Placement, Shard, local_of, plain_shard, spec_of
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import dense_stride, wrap
 
 Holders = list[torch.Tensor]  # for each of some mesh axes, of every row: the rank that holds it, in two bytes
 
@@ -68,7 +68,11 @@ def _passed_on(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, to: t
     given, taken = ((torch.bincount(ranks, minlength=size) * width).tolist() for ranks in (to, of))
     arrived = sent_around(sent.reshape(-1), given, taken, mesh, axis).view(len(of), *rows.shape[1:])
     places = torch.argsort(of, stable=True).to(rows.device)
-    return torch.empty_like(arrived).index_copy_(0, places, arrived).movedim(0, dim)
+    shape = torch.Size([*local.shape[:dim], len(of), *local.shape[dim + 1 :]])
+    # In the order that the part had: a view's strides tell where its elements lie, and masks are drawn in that order.
+    result = arrived.new_empty_strided(shape, dense_stride(shape, local.stride()))
+    result.movedim(dim, 0).index_copy_(0, places, arrived)
+    return result
 
 
 def merged(tensor: DTensor, dims: Sequence[int]) -> DTensor:
