@@ -227,6 +227,11 @@ ON_ONE = {
         lambda: hvd.reducescatter(torch.ones(2)),
         False,
     ),
+    "another op": (
+        lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum),
+        lambda: hvd.allreduce(torch.ones(2)),
+        False,
+    ),
     "broadcast": (lambda: hvd.broadcast(3, 0), lambda: hvd.broadcast(torch.ones(2), 0), False),
     "broadcast's root": (
         lambda: hvd.broadcast_(torch.ones(2), "0"),
@@ -258,6 +263,8 @@ def test_a_mistake_of_one_rank_raises_on_all(how):
     assert all(caught)
     if goes_on:
         assert caught[0][0] == caught[1][0] and caught[1][1] in caught[0][1]
+    elif how == "another op":
+        assert all("SUM" in text and "AVG" in text for _, text in caught)
     else:
         assert "refused" in caught[0][1] and caught[1][0] in ("TypeError", "ValueError")
 
