@@ -1,6 +1,7 @@
 """What the backend torchtp says when ranks disagree, leave or ask for the impossible: an error on all, no hang."""
 
 import datetime
+from functools import partial
 
 import pytest
 import torch
@@ -266,22 +267,38 @@ def test_a_group_that_was_shut_down_says_so():
         assert "the process group has been shut down" in error
 
 
-def _message_of_another_size(rank, group):
-    tensor = torch.ones(10 + rank)
-    dist.send(tensor, 1, group=group) if rank == 0 else dist.recv(tensor, 0, group=group)
+def _message_of_another_size(rank):
+    return torch.ones(10 + rank)
 
 
-def _message_of_another_size_that_has_come(rank, group):
-    tensor = torch.ones(10 + rank)
-    work = dist.isend(tensor, 1, group=group) if rank == 0 else None
-    dist.barrier(group)
-    work.wait() if work else dist.recv(tensor, 0, group=group)
+def _message_of_another_type(rank):
+    return torch.ones(4).view(torch.float32 if rank else torch.float64)
 
 
-@pytest.mark.parametrize("call", [_message_of_another_size, _message_of_another_size_that_has_come])
-def test_a_message_of_another_size_is_an_error_for_its_receiver(call):
-    errors = run_ranks(_collect, 2, call, backend="torchtp")
-    assert "receives 44 bytes" in errors[1] and "sent 40 bytes" in errors[1]
+def _met(rank, group, make, is_late):
+    """Rank 0's message, which has come before rank 1 asks for it or not."""
+    work = dist.isend(make(rank), 1, group=group) if rank == 0 else None
+    if is_late:
+        dist.barrier(group)
+    if work:
+        work.wait()
+        dist.recv(torch.ones(1), 1, group=group)
+    else:
+        dist.recv(make(rank), 0, group=group)
+
+
+MESSAGES = {
+    _message_of_another_size: ("44 bytes of fp32", "40 bytes of fp32"),
+    _message_of_another_type: ("16 bytes of fp32", "16 bytes of fp64"),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("make", MESSAGES)
+def test_a_message_of_other_contents_is_an_error_that_names_both(make, is_late):
+    received, sent = MESSAGES[make]
+    for error in run_ranks(_collect, 2, partial(_met, make=make, is_late=is_late), backend="torchtp"):
+        assert f"receives {received} with tag 0 from rank 0, which sent {sent}" in error
 
 
 @pytest.mark.parametrize("rank", [2, 2**31 - 1])

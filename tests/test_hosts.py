@@ -247,6 +247,22 @@ def test_messages_over_hosts_have_futures(hosts):
     hosts.run(_futures)
 
 
+def _of_two_types():
+    group = dist.new_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(dist.DistBackendError, match=r"receives 16 bytes of fp32 .* sent 16 bytes of fp64"):
+        if rank == 0:
+            dist.send(torch.ones(2, dtype=torch.float64), size - 1, group=group)
+        elif rank == size - 1:
+            dist.recv(torch.ones(4), 0, group=group)
+        dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def test_messages_of_another_type_over_hosts_are_an_error_on_all_ranks(hosts):
+    hosts.run(_of_two_types)
+
+
 def _subgroups():
     """Of one rank a host, of one host, and of both; torchtp finds out for each."""
     rank, size = dist.get_rank(), dist.get_world_size()

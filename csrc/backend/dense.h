@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "core/contents.h"
+
 namespace torchtp::backend {
 
 // In no place: each of two hosts may write what the other has sent before it has sent its own.
@@ -24,6 +26,7 @@ class Dense {
 
   std::byte* data() const { return static_cast<std::byte*>(memory_.data_ptr()); }
   size_t num_bytes() const { return memory_.nbytes(); }
+  Contents contents() const { return {num_bytes(), static_cast<uint8_t>(memory_.scalar_type())}; }
   const at::Tensor& memory() const { return memory_; }
   Span span() const { return {data(), num_bytes()}; }
   bool is(const at::Tensor& tensor) const { return memory_.is_same(tensor); }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collectives/call.h"
 #include "core/format.h"
 #include "shm/whereabouts.h"
 
@@ -54,7 +55,7 @@ HostLinks::HostLinks(std::map<int, Fd> streams, std::map<int, Fd> mail, std::sha
       peers_(keys_of(mail)),
       sockets_(sockets_of({&streams, &mail})),
       fork_guard_(std::move(fork_guard)),
-      mail_(rank, std::move(mail)),
+      mail_(rank, std::move(mail), collectives::describe_contents),
       streams_(std::move(streams)) {
   if (fork_guard_) fork_guard_->add(sockets_);
 }
@@ -76,14 +77,14 @@ HostLinks::MessagePtr HostLinks::stream_from(int peer, size_t num_bytes, net::St
   return std::make_shared<Message>(Message{peer, streams_.receive(peer, num_bytes, std::move(arrived)), nullptr});
 }
 
-HostLinks::MessagePtr HostLinks::send(int peer, int tag, net::Mail::Memory data, size_t num_bytes) {
+HostLinks::MessagePtr HostLinks::send(int peer, int tag, net::Mail::Memory data, Contents contents) {
   host_->check();
-  return std::make_shared<Message>(Message{peer, nullptr, mail_.send(peer, tag, std::move(data), num_bytes)});
+  return std::make_shared<Message>(Message{peer, nullptr, mail_.send(peer, tag, std::move(data), contents)});
 }
 
-HostLinks::MessagePtr HostLinks::receive(int peer, int tag, net::Mail::Memory data, size_t num_bytes) {
+HostLinks::MessagePtr HostLinks::receive(int peer, int tag, net::Mail::Memory data, Contents contents) {
   host_->check();
-  return std::make_shared<Message>(Message{peer, nullptr, mail_.receive(peer, tag, std::move(data), num_bytes)});
+  return std::make_shared<Message>(Message{peer, nullptr, mail_.receive(peer, tag, std::move(data), contents)});
 }
 
 State HostLinks::look_at(const Message& message) {
@@ -117,7 +118,7 @@ int HostLinks::wait_to_the_end(const Message& message, const Deadline& deadline,
     const State state = look_at(message);
     if (state == State::kDone) break;
     host_->check();
-    if (state == State::kFailed) throw Error(mail_.trouble(*message.mail));
+    if (state == State::kFailed) fail(mail_.trouble(*message.mail));
     if (state == State::kLost) fail_lost(message, call);
     if (deadline.passed()) {
       fail(cat("timeout passed on rank ", rank_, " while it waited for ", name_of(message.peer), ", in ", call,

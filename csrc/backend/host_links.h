@@ -38,8 +38,8 @@ class HostLinks {
   MessagePtr stream_from(int peer, size_t num_bytes, net::Streams::Arrived arrived);
 
   // All others; those of one pair and tag arrive in the order sent. `peer` may be net::Mail::kAnyPeer for a receive.
-  MessagePtr send(int peer, int tag, net::Mail::Memory data, size_t num_bytes);
-  MessagePtr receive(int peer, int tag, net::Mail::Memory data, size_t num_bytes);
+  MessagePtr send(int peer, int tag, net::Mail::Memory data, Contents contents);
+  MessagePtr receive(int peer, int tag, net::Mail::Memory data, Contents contents);
 
   // Whether waiting for what send() or receive() gave would take time.
   bool is_under_way(const MessagePtr& message);

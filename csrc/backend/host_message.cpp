@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "collectives/call.h"
 #include "core/clock.h"
 #include "core/format.h"
 
@@ -21,8 +22,8 @@ HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpTyp
   try {
     const auto owner = std::make_shared<at::Tensor>(dense_.memory());
     net::Mail::Memory memory(owner, dense_.data());
-    message_ = receives_ ? links_->receive(peer, tag, std::move(memory), dense_.num_bytes())
-                         : links_->send(peer, tag, std::move(memory), dense_.num_bytes());
+    message_ = receives_ ? links_->receive(peer, tag, std::move(memory), dense_.contents())
+                         : links_->send(peer, tag, std::move(memory), dense_.contents());
   } catch (...) {
     std::rethrow_exception(as_dist_error(std::current_exception()));
   }
@@ -40,8 +41,9 @@ void HostMessage::finish(std::chrono::milliseconds timeout) {
   std::exception_ptr error;
   try {
     const char* const direction = receives_ ? " from " : " to ";
-    const std::string call = cat(receives_ ? "recv of " : "send of ", dense_.num_bytes(), " bytes with tag ", tag_,
-                                 direction, peer_ < 0 ? std::string("any rank") : cat("rank ", peer_));
+    const std::string call =
+        cat(receives_ ? "recv of " : "send of ", collectives::describe_contents(dense_.contents()), " with tag ", tag_,
+            direction, peer_ < 0 ? std::string("any rank") : cat("rank ", peer_));
     peer_ = links_->wait(message_, Deadline(timeout), call);
     const at::NoGradGuard no_grad;
     if (receives_) dense_.store();

@@ -6,13 +6,14 @@
 #include <utility>
 
 #include "backend/dense.h"
+#include "collectives/call.h"
 
 namespace torchtp::backend {
 
 // One send or receive under way.
 class Message : public MessageWork {
  public:
-  using Post = std::function<shm::Mailbox::Ticket(shm::Mailbox&, void*, size_t)>;
+  using Post = std::function<shm::Mailbox::Ticket(shm::Mailbox&, void*, Contents)>;
 
   Message(std::shared_ptr<shm::Mailbox> mailbox, std::shared_ptr<std::atomic<bool>> waiting, int rank, c10d::OpType op,
           const char* title, const at::Tensor& tensor, const Post& post)
@@ -38,7 +39,7 @@ class Message : public MessageWork {
   // A receive whose message has come already, and has another size, fails at once.
   shm::Mailbox::Ticket posted(const Post& post) {
     try {
-      return post(*mailbox_, dense_.data(), dense_.num_bytes());
+      return post(*mailbox_, dense_.data(), dense_.contents());
     } catch (...) {
       std::rethrow_exception(as_dist_error(std::current_exception()));
     }
@@ -76,15 +77,15 @@ class Message : public MessageWork {
 
 PointToPoint::PointToPoint(std::shared_ptr<shm::Group> group)
     : group_(std::move(group)),
-      mailbox_(std::make_shared<shm::Mailbox>(group_)),
+      mailbox_(std::make_shared<shm::Mailbox>(group_, collectives::describe_contents)),
       waiting_(std::make_shared<std::atomic<bool>>(false)) {}
 
 c10::intrusive_ptr<MessageWork> PointToPoint::send(const at::Tensor& tensor, int peer, int tag) {
   check_peer(peer, "send");
   check_tensor(tensor, "send");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::SEND, "torchtp:send",
-                                                 tensor, [=](shm::Mailbox& mailbox, void* data, size_t num_bytes) {
-                                                   return mailbox.post_send(peer, tag, data, num_bytes);
+                                                 tensor, [=](shm::Mailbox& mailbox, void* data, Contents contents) {
+                                                   return mailbox.post_send(peer, tag, data, contents);
                                                  }));
 }
 
@@ -92,8 +93,8 @@ c10::intrusive_ptr<MessageWork> PointToPoint::recv(const at::Tensor& tensor, int
   check_peer(peer, "recv");
   check_tensor(tensor, "recv");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECV, "torchtp:recv",
-                                                 tensor, [=](shm::Mailbox& mailbox, void* data, size_t num_bytes) {
-                                                   return mailbox.post_recv(peer, tag, data, num_bytes);
+                                                 tensor, [=](shm::Mailbox& mailbox, void* data, Contents contents) {
+                                                   return mailbox.post_recv(peer, tag, data, contents);
                                                  }));
 }
 
@@ -101,8 +102,8 @@ c10::intrusive_ptr<MessageWork> PointToPoint::recv_any(const at::Tensor& tensor,
   check_tensor(tensor, "recv");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECVANYSOURCE,
                                                  "torchtp:recvAnySource", tensor,
-                                                 [=](shm::Mailbox& mailbox, void* data, size_t num_bytes) {
-                                                   return mailbox.post_recv_any(tag, data, num_bytes);
+                                                 [=](shm::Mailbox& mailbox, void* data, Contents contents) {
+                                                   return mailbox.post_recv_any(tag, data, contents);
                                                  }));
 }
 

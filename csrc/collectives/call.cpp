@@ -81,6 +81,11 @@ const char* reduce_op_of(const shm::Fingerprint& print) {
   return print.reduce_op == kNoReduceOp ? "" : name_of(static_cast<ReduceOp>(print.reduce_op));
 }
 
+std::string describe_contents(const Contents& contents) {
+  const auto dtype = static_cast<c10::ScalarType>(contents.dtype);
+  return dtype == c10::ScalarType::Byte ? in_bytes(contents) : cat(in_bytes(contents), " of ", short_name(dtype));
+}
+
 std::string describe(const shm::Fingerprint& print, const std::string& label) {
   if (print.kind == shm::kMaking) return "the making of the group";
   const auto kind = static_cast<Kind>(print.kind);

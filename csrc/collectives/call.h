@@ -10,6 +10,7 @@
 
 #include "collectives/reduce_op.h"
 #include "core/claim_lines.h"
+#include "core/contents.h"
 #include "core/stream_copy.h"
 #include "shm/group.h"
 
@@ -55,6 +56,9 @@ struct Call {
 
 // "allreduce #7 (SUM, fp32, 1,024 elements, label)": how messages show what a rank called.
 std::string describe(const shm::Fingerprint& fingerprint, const std::string& label = "");
+
+// "16 bytes of fp32", "5 bytes", of contents whose dtype is a c10::ScalarType.
+std::string describe_contents(const Contents& contents);
 
 // Below this a message is staged at once and every rank does all the work: one round.
 constexpr size_t kSmallBytes = 32 * 1024;

@@ -26,12 +26,12 @@ struct Mail::Message {
   int peer;  // of a receive kAnyPeer, until it is matched
   int tag;
   Memory data;
-  size_t num_bytes;
+  Contents contents;
   State state;
   std::string trouble;
 };
 
-Mail::Mail(int rank, std::map<int, Fd> connections) : rank_(rank) {
+Mail::Mail(int rank, std::map<int, Fd> connections, DescribeContents describe) : rank_(rank), describe_(describe) {
   for (const auto& [peer, socket] : connections) peers_[peer];
   streams_ =
       std::make_unique<Streams>(std::move(connections), [this](int peer, const std::string& why) { lose(peer, why); });
@@ -40,29 +40,30 @@ Mail::Mail(int rank, std::map<int, Fd> connections) : rank_(rank) {
 
 Mail::~Mail() { close(); }
 
-Mail::MessagePtr Mail::send(int peer, int tag, Memory data, size_t num_bytes) {
-  auto message = std::make_shared<Message>(Message{true, peer, tag, std::move(data), num_bytes, State::kUnderWay, ""});
+Mail::MessagePtr Mail::send(int peer, int tag, Memory data, Contents contents) {
+  auto message = std::make_shared<Message>(Message{true, peer, tag, std::move(data), contents, State::kUnderWay, ""});
   std::vector<Memory> ended;
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer& to = peers_.at(peer);
   if (is_lost(*message)) return message;
+  const auto [num_bytes, dtype] = contents;
   if (num_bytes <= kEagerBytes && to.not_taken + kCostOfOne + num_bytes <= kMostNotTaken) {
     to.not_taken += kCostOfOne + num_bytes;
     Memory copy = allocate(num_bytes);  // the sender need not wait
     if (num_bytes > 0) std::memcpy(copy.get(), message->data.get(), num_bytes);
-    post(peer, {Kind::kEager, tag, num_bytes, 0}, std::move(copy), num_bytes, nullptr);
+    post(peer, {Kind::kEager, dtype, tag, num_bytes, 0}, std::move(copy), num_bytes, nullptr);
     finish(message, peer);
     ended.swap(ended_);
   } else {
     const uint64_t number = to.next_offer++;
     to.offered[number] = message;
-    post(peer, {Kind::kOffer, tag, num_bytes, number}, nullptr, 0, nullptr);
+    post(peer, {Kind::kOffer, dtype, tag, num_bytes, number}, nullptr, 0, nullptr);
   }
   return message;
 }
 
-Mail::MessagePtr Mail::receive(int peer, int tag, Memory data, size_t num_bytes) {
-  auto message = std::make_shared<Message>(Message{false, peer, tag, std::move(data), num_bytes, State::kUnderWay, ""});
+Mail::MessagePtr Mail::receive(int peer, int tag, Memory data, Contents contents) {
+  auto message = std::make_shared<Message>(Message{false, peer, tag, std::move(data), contents, State::kUnderWay, ""});
   std::vector<Memory> ended;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto fits = [&](const Arrival& each) {
@@ -87,18 +88,20 @@ void Mail::take(const MessagePtr& message, const Arrival& arrival) {
   const bool eager = header.kind == Kind::kEager;
   size_t& taken = peers_.at(arrival.peer).taken;
   if (eager) taken += kCostOfOne + header.num_bytes;
-  if (taken >= kTellTaken) post(arrival.peer, {Kind::kTaken, 0, std::exchange(taken, 0), 0}, nullptr, 0, nullptr);
-  if (header.num_bytes != message->num_bytes) {
-    if (!eager) post(arrival.peer, {Kind::kRefusal, 0, message->num_bytes, header.number}, nullptr, 0, nullptr);
-    return fail(message, cat("rank ", rank_, " receives ", message->num_bytes, " bytes with tag ", message->tag,
-                             " from rank ", arrival.peer, ", which sent ", header.num_bytes, " bytes"));
+  if (taken >= kTellTaken) post(arrival.peer, {Kind::kTaken, 0, 0, std::exchange(taken, 0), 0}, nullptr, 0, nullptr);
+  const Contents sent = contents_of(header);
+  if (sent != message->contents) {
+    const auto [num_bytes, dtype] = message->contents;
+    if (!eager) post(arrival.peer, {Kind::kRefusal, dtype, 0, num_bytes, header.number}, nullptr, 0, nullptr);
+    return fail(message, cat("rank ", rank_, " receives ", describe_(message->contents), " with tag ", message->tag,
+                             " from rank ", arrival.peer, ", which sent ", describe_(sent)));
   }
   if (eager) {
     if (header.num_bytes > 0) std::memcpy(message->data.get(), arrival.bytes.get(), header.num_bytes);
     return finish(message, arrival.peer);
   }
   peers_.at(arrival.peer).asked[header.number] = message;
-  post(arrival.peer, {Kind::kAsk, 0, 0, header.number}, nullptr, 0, nullptr);
+  post(arrival.peer, {Kind::kAsk, 0, 0, 0, header.number}, nullptr, 0, nullptr);
 }
 
 void Mail::arrived(int peer, const Header& header, Memory bytes) {
@@ -189,21 +192,21 @@ void Mail::take_header(int peer) {
     case Kind::kAsk: {
       const MessagePtr message = take_out(from.offered, header.number);
       if (!message) return nonsense();
-      const size_t num_bytes = message->num_bytes;
-      post(peer, {Kind::kData, 0, num_bytes, header.number}, message->data, num_bytes, message);
+      const size_t num_bytes = message->contents.num_bytes;
+      post(peer, {Kind::kData, 0, 0, num_bytes, header.number}, message->data, num_bytes, message);
       break;
     }
     case Kind::kRefusal: {
       const MessagePtr message = take_out(from.offered, header.number);
       if (!message) return nonsense();
-      fail(message, cat("rank ", peer, " receives ", header.num_bytes, " bytes with tag ", message->tag, " from rank ",
-                        rank_, ", which sent ", message->num_bytes, " bytes"));
+      fail(message, cat("rank ", peer, " receives ", describe_(contents_of(header)), " with tag ", message->tag,
+                        " from rank ", rank_, ", which sent ", describe_(message->contents)));
       break;
     }
     case Kind::kData: {
       const MessagePtr message = take_out(from.asked, header.number);
-      if (!message || header.num_bytes != message->num_bytes) return nonsense();
-      return streams_->receive(peer, message->data.get(), message->num_bytes, [this, peer, message] {
+      if (!message || header.num_bytes != message->contents.num_bytes) return nonsense();
+      return streams_->receive(peer, message->data.get(), message->contents.num_bytes, [this, peer, message] {
         {
           const std::lock_guard<std::mutex> hold(mutex_);
           finish(message, peer);
@@ -310,7 +313,7 @@ void Mail::say_goodbye(const std::string& why, std::chrono::milliseconds patienc
   for (const auto& [peer, state] : peers_) {
     if (state.lost) continue;
     ++num_told;
-    post(peer, {Kind::kGoodbye, 0, num_bytes, 0}, text, num_bytes, nullptr);
+    post(peer, {Kind::kGoodbye, 0, 0, num_bytes, 0}, text, num_bytes, nullptr);
   }
   changed_.wait_for(lock, patience, [&] {
     const auto is_gone = [](const auto& each) { return each.second.lost; };

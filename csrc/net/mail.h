@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "core/contents.h"
 #include "core/fd.h"
 #include "net/streams.h"
 
@@ -32,19 +33,19 @@ class Mail {
   using MessagePtr = std::shared_ptr<Message>;
   using Memory = std::shared_ptr<std::byte>;  // owns what it points to
 
-  Mail(int rank, std::map<int, Fd> connections);
+  Mail(int rank, std::map<int, Fd> connections, DescribeContents describe = in_bytes);
   ~Mail();
   Mail(const Mail&) = delete;
   Mail& operator=(const Mail&) = delete;
 
   // At most 2^31 - 1 as a tag; none below 0.
-  MessagePtr send(int peer, int tag, Memory data, size_t num_bytes);
-  MessagePtr receive(int peer, int tag, Memory data, size_t num_bytes);
+  MessagePtr send(int peer, int tag, Memory data, Contents contents);
+  MessagePtr receive(int peer, int tag, Memory data, Contents contents);
 
   enum class State { kUnderWay, kDone, kFailed, kLost };
   State wait(const Message& message, std::chrono::milliseconds patience);
-  // Of a message that is not under way: who sent it, and what is wrong with it (two sizes that differ, a connection
-  // that was lost).
+  // Of a message that is not under way: who sent it, and what is wrong with it (contents that differ, a connection that
+  // was lost).
   int source(const Message& message) const;
   std::string trouble(const Message& message) const;
 
@@ -59,15 +60,18 @@ class Mail {
   void close() noexcept;
 
  private:
-  enum class Kind : uint32_t { kEager = 1, kOffer, kAsk, kData, kRefusal, kTaken, kGoodbye };
+  enum class Kind : uint16_t { kEager = 1, kOffer, kAsk, kData, kRefusal, kTaken, kGoodbye };
 
   // Before each payload; `number` is one of the offers of a sender.
   struct Header {
     Kind kind;
+    uint16_t dtype;
     int32_t tag;
     uint64_t num_bytes;
     uint64_t number;
   };
+
+  static Contents contents_of(const Header& header) { return {header.num_bytes, static_cast<uint8_t>(header.dtype)}; }
 
   // Come, and not asked for yet.
   struct Arrival {
@@ -102,6 +106,7 @@ class Mail {
   bool is_lost(const Message& message) const;
 
   const int rank_;
+  const DescribeContents describe_;
   mutable std::mutex mutex_;  // of all below
   std::condition_variable changed_;
   std::map<int, Peer> peers_;

@@ -26,13 +26,14 @@ struct alignas(kRingUnit) Header {
   int64_t began_ns;
   int32_t tag;
   Staging::Ways ways;
+  uint8_t dtype;
 };
 
 struct Outgoing {
   Mailbox::Ticket ticket;
   int32_t tag;
   const std::byte* data;
-  size_t num_bytes;
+  Contents contents;
   size_t done;
   bool begun;
   Staging::Ways ways;
@@ -45,11 +46,12 @@ struct Posted {  // a receive nobody has answered yet
   int peer;
   int32_t tag;
   std::byte* data;
-  size_t num_bytes;
+  Contents contents;
 };
 
 struct SetAside {
   int32_t tag;
+  uint8_t dtype;
   Mailbox::Passage passage;
   std::vector<std::byte> bytes;
 };
@@ -63,7 +65,7 @@ struct Incoming {
   Staging::Ways ways;
   int32_t tag = 0;
   std::byte* data = nullptr;
-  size_t num_bytes = 0;
+  Contents contents;
   size_t done = 0;
   std::vector<std::byte> aside;
 };
@@ -81,7 +83,7 @@ struct Peer {
 struct Operation {
   int peer;  // kAnyPeer until it is known
   int32_t tag;
-  size_t num_bytes;
+  Contents contents;
   bool is_send;
   bool done;
   Mailbox::Passage passage;
@@ -90,15 +92,15 @@ struct Operation {
 }  // namespace
 
 struct Mailbox::State {
-  explicit State(Group& g) : group(g) {
+  State(Group& g, DescribeContents words) : group(g), describe(words) {
     peers.reserve(g.size());
     for (int peer = 0; peer < g.size(); ++peer) {
       peers.push_back({g.ring_to(peer, Channel::kMailbox), g.ring_from(peer, Channel::kMailbox), {}, {}, {}, 0, 0});
     }
   }
 
-  Ticket add(int peer, int32_t tag, size_t num_bytes, bool is_send) {
-    return operations.add({peer, tag, num_bytes, is_send, false, {}});
+  Ticket add(int peer, int32_t tag, Contents contents, bool is_send) {
+    return operations.add({peer, tag, contents, is_send, false, {}});
   }
 
   void finish(Ticket ticket, int peer, const Passage& passage) {
@@ -112,10 +114,10 @@ struct Mailbox::State {
     Peer& peer = peers[to];
     while (!peer.outgoing.empty()) {
       Outgoing& message = peer.outgoing.front();
-      if (!message.begun) peer.writer.begin_message(sizeof(Header) + message.num_bytes);
-      while (!message.begun || message.done < message.num_bytes) {
+      if (!message.begun) peer.writer.begin_message(sizeof(Header) + message.contents.num_bytes);
+      while (!message.begun || message.done < message.contents.num_bytes) {
         const size_t header_bytes = message.begun ? 0 : sizeof(Header);
-        const size_t wanted = Staging::piece_of_message(message.num_bytes, message.done);
+        const size_t wanted = Staging::piece_of_message(message.contents.num_bytes, message.done);
         size_t room = header_bytes + wanted;
         std::byte* const place = peer.writer.room(room);
         if (!has_room(message, room, std::max<size_t>(header_bytes, 1))) return;
@@ -134,8 +136,9 @@ struct Mailbox::State {
 
   void begin(Peer& peer, Outgoing& message, std::byte* place) {
     message.passage.number = ++peer.sent;
-    message.ways = staging.ways_of_message(message.num_bytes);
-    const Header header{message.num_bytes, message.passage.number, now_ns(), message.tag, message.ways};
+    message.ways = staging.ways_of_message(message.contents.num_bytes);
+    const Header header{message.contents.num_bytes, message.passage.number, now_ns(), message.tag, message.ways,
+                        message.contents.dtype};
     std::memcpy(place, &header, sizeof(header));
     message.begun = true;
   }
@@ -158,10 +161,10 @@ struct Mailbox::State {
                        [&](const Posted& p) { return p.peer == from || p.peer == kAnyPeer; });
   }
 
-  void check_size(const Posted& receive, int from, size_t num_bytes) const {
-    if (receive.num_bytes == num_bytes) return;
-    throw Error(cat("rank ", group.rank(), " receives ", receive.num_bytes, " bytes with tag ", receive.tag,
-                    " from rank ", from, ", which sent ", num_bytes, " bytes"));
+  void check_contents(const Posted& receive, int from, const Contents& sent) const {
+    if (receive.contents == sent) return;
+    throw Error(cat("rank ", group.rank(), " receives ", describe(receive.contents), " with tag ", receive.tag,
+                    " from rank ", from, ", which sent ", describe(sent)));
   }
 
   // Decides where a message goes whose header stands at the front of the ring.
@@ -171,16 +174,17 @@ struct Mailbox::State {
       throw Error(
           cat("message ", peer.received, " from rank ", from, " is damaged: it says it is message ", header.sequence));
     }
+    const Contents contents(header.num_bytes, header.dtype);
     const auto match =
         std::find_if(posted.begin(), posted.end(), [&](const Posted& p) { return fits(p, from, header.tag); });
-    if (match != posted.end()) check_size(*match, from, header.num_bytes);
+    if (match != posted.end()) check_contents(*match, from, contents);
     peer.incoming = {};
     Incoming& incoming = peer.incoming;
     incoming.active = true;
     incoming.passage = {header.sequence, header.began_ns};
     incoming.ways = header.ways;
     incoming.tag = header.tag;
-    incoming.num_bytes = header.num_bytes;
+    incoming.contents = contents;
     incoming.wanted = match != posted.end();
     if (incoming.wanted) {
       incoming.ticket = match->ticket;
@@ -195,7 +199,7 @@ struct Mailbox::State {
     for (;;) {
       // Only who looks for something empties a ring, else a message waits in it and its sender with it.
       if (!(incoming.active && incoming.wanted) && !is_wanted(from)) break;
-      while (!incoming.active || incoming.done < incoming.num_bytes) {
+      while (!incoming.active || incoming.done < incoming.contents.num_bytes) {
         size_t news = 0;
         std::byte* place = peer.reader.news(news);
         if (news == 0) break;
@@ -209,10 +213,10 @@ struct Mailbox::State {
           place += header_bytes;
         }
         const size_t piece =
-            std::min(news - header_bytes, Staging::piece_of_message(incoming.num_bytes, incoming.done));
+            std::min(news - header_bytes, Staging::piece_of_message(incoming.contents.num_bytes, incoming.done));
         if (incoming.wanted) {
           const Staging::Copy timed(staging, Staging::Side::kRead, incoming.ways, incoming.done, piece);
-          claiming_copy(incoming.data + incoming.done, place, piece, incoming.num_bytes);
+          claiming_copy(incoming.data + incoming.done, place, piece, incoming.contents.num_bytes);
         } else {  // grows with what comes, whatever length the header claims
           incoming.aside.insert(incoming.aside.end(), place, place + piece);
         }
@@ -220,12 +224,12 @@ struct Mailbox::State {
         peer.reader.consume(header_bytes + (piece + kRingUnit - 1) / kRingUnit * kRingUnit);
         group.notify(from, Channel::kMailbox);  // there is room again
       }
-      if (!incoming.active || incoming.done < incoming.num_bytes) break;
+      if (!incoming.active || incoming.done < incoming.contents.num_bytes) break;
       incoming.active = false;
       if (incoming.wanted) {
         finish(incoming.ticket, from, incoming.passage);
       } else {
-        peer.aside.push_back({incoming.tag, incoming.passage, std::move(incoming.aside)});
+        peer.aside.push_back({incoming.tag, incoming.contents.dtype, incoming.passage, std::move(incoming.aside)});
         serve_aside(from);
       }
     }
@@ -241,7 +245,7 @@ struct Mailbox::State {
         ++message;
         continue;
       }
-      check_size(*match, from, message->bytes.size());
+      check_contents(*match, from, {message->bytes.size(), message->dtype});
       std::copy(message->bytes.begin(), message->bytes.end(), match->data);
       finish(match->ticket, from, message->passage);
       posted.erase(match);
@@ -264,6 +268,7 @@ struct Mailbox::State {
   }
 
   Group& group;
+  const DescribeContents describe;
   Staging staging;
   std::vector<Peer> peers;
   std::vector<Posted> posted;  // in the order posted
@@ -272,7 +277,8 @@ struct Mailbox::State {
   bool broken = false;  // an operation has failed: its memory, and that of all others, may be gone at any time
 };
 
-Mailbox::Mailbox(std::shared_ptr<Group> group) : group_(std::move(group)), state_(std::make_unique<State>(*group_)) {}
+Mailbox::Mailbox(std::shared_ptr<Group> group, DescribeContents describe)
+    : group_(std::move(group)), state_(std::make_unique<State>(*group_, describe)) {}
 
 Mailbox::~Mailbox() = default;
 
@@ -296,23 +302,23 @@ void Mailbox::check_peer(int peer) const {
                   peer == group_->rank() ? " (itself)" : ""));
 }
 
-Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, size_t num_bytes) {
+Mailbox::Ticket Mailbox::post_send(int peer, int32_t tag, const void* data, Contents contents) {
   check_peer(peer);
   return guarded([&] {
     state_->check();
-    const Ticket ticket = state_->add(peer, tag, num_bytes, true);
+    const Ticket ticket = state_->add(peer, tag, contents, true);
     state_->peers[peer].outgoing.push_back(
-        {ticket, tag, static_cast<const std::byte*>(data), num_bytes, 0, false, {}, {}, false});
+        {ticket, tag, static_cast<const std::byte*>(data), contents, 0, false, {}, {}, false});
     state_->push(peer);
     return ticket;
   });
 }
 
-Mailbox::Ticket Mailbox::post(int peer, int32_t tag, void* data, size_t num_bytes) {
+Mailbox::Ticket Mailbox::post(int peer, int32_t tag, void* data, Contents contents) {
   return guarded([&] {
     state_->check();
-    const Ticket ticket = state_->add(peer, tag, num_bytes, false);
-    state_->posted.push_back({ticket, peer, tag, static_cast<std::byte*>(data), num_bytes});
+    const Ticket ticket = state_->add(peer, tag, contents, false);
+    state_->posted.push_back({ticket, peer, tag, static_cast<std::byte*>(data), contents});
     for (int from = 0; from < group_->size(); ++from) {
       if (from == group_->rank() || (peer != kAnyPeer && peer != from)) continue;
       state_->serve_aside(from);
@@ -322,13 +328,13 @@ Mailbox::Ticket Mailbox::post(int peer, int32_t tag, void* data, size_t num_byte
   });
 }
 
-Mailbox::Ticket Mailbox::post_recv(int peer, int32_t tag, void* data, size_t num_bytes) {
+Mailbox::Ticket Mailbox::post_recv(int peer, int32_t tag, void* data, Contents contents) {
   check_peer(peer);
-  return post(peer, tag, data, num_bytes);
+  return post(peer, tag, data, contents);
 }
 
-Mailbox::Ticket Mailbox::post_recv_any(int32_t tag, void* data, size_t num_bytes) {
-  return post(kAnyPeer, tag, data, num_bytes);
+Mailbox::Ticket Mailbox::post_recv_any(int32_t tag, void* data, Contents contents) {
+  return post(kAnyPeer, tag, data, contents);
 }
 
 class Mailbox::Done final : public Awaited {
@@ -352,8 +358,8 @@ class Mailbox::Done final : public Awaited {
     std::lock_guard<std::mutex> lock(mailbox_.mutex_);
     const Operation& operation = mailbox_.state_->operations.at(ticket_);
     const std::string peer = operation.peer == kAnyPeer ? "any rank" : cat("rank ", operation.peer);
-    return cat(operation.is_send ? "send of " : "recv of ", operation.num_bytes, " bytes with tag ", operation.tag,
-               operation.is_send ? " to " : " from ", peer);
+    return cat(operation.is_send ? "send of " : "recv of ", mailbox_.state_->describe(operation.contents), " with tag ",
+               operation.tag, operation.is_send ? " to " : " from ", peer);
   }
 
  private:

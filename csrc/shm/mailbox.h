@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "core/contents.h"
 #include "shm/group.h"
 
 namespace torchtp::shm {
@@ -14,7 +15,8 @@ namespace torchtp::shm {
 // Operations are posted, then waited for. Posting moves what can be moved at once; every wait moves all posted
 // operations, so no order of sizes, sends and receives deadlocks as long as some thread of each rank waits for its own.
 // Messages of one (peer, tag) arrive in the order sent; a message nobody asked for yet is set aside when a later one is
-// wanted. Sizes of send and receive must be equal: otherwise Error on both ranks. No messages to oneself. Thread-safe.
+// wanted. Send and receive must have the same contents: otherwise Error on both ranks. No messages to oneself.
+// Thread-safe.
 class Mailbox {
  public:
   using Ticket = uint64_t;
@@ -27,14 +29,14 @@ class Mailbox {
     int64_t came_ns = 0;
   };
 
-  explicit Mailbox(std::shared_ptr<Group> group);
+  explicit Mailbox(std::shared_ptr<Group> group, DescribeContents describe = in_bytes);
   ~Mailbox();
 
   // The memory must stay valid until the operation is done (a send is done when its bytes have left the buffer), or one
   // of any has failed, or close().
-  Ticket post_send(int peer, int32_t tag, const void* data, size_t num_bytes);
-  Ticket post_recv(int peer, int32_t tag, void* data, size_t num_bytes);
-  Ticket post_recv_any(int32_t tag, void* data, size_t num_bytes);
+  Ticket post_send(int peer, int32_t tag, const void* data, Contents contents);
+  Ticket post_recv(int peer, int32_t tag, void* data, Contents contents);
+  Ticket post_recv_any(int32_t tag, void* data, Contents contents);
 
   // Returns the peer; each ticket is waited for once; throws what the group throws.
   int wait(Ticket ticket, Passage* passage = nullptr);
@@ -43,9 +45,9 @@ class Mailbox {
   // Nothing is moved from now on: what is not done is an Error to who waits for it, on this rank.
   void close();
 
-  void send(int peer, int32_t tag, const void* data, size_t num_bytes) { wait(post_send(peer, tag, data, num_bytes)); }
-  void recv(int peer, int32_t tag, void* data, size_t num_bytes) { wait(post_recv(peer, tag, data, num_bytes)); }
-  int recv_any(int32_t tag, void* data, size_t num_bytes) { return wait(post_recv_any(tag, data, num_bytes)); }
+  void send(int peer, int32_t tag, const void* data, Contents contents) { wait(post_send(peer, tag, data, contents)); }
+  void recv(int peer, int32_t tag, void* data, Contents contents) { wait(post_recv(peer, tag, data, contents)); }
+  int recv_any(int32_t tag, void* data, Contents contents) { return wait(post_recv_any(tag, data, contents)); }
 
  private:
   struct State;
@@ -53,7 +55,7 @@ class Mailbox {
 
   template <typename Step>
   auto guarded(const Step& step);
-  Ticket post(int peer, int32_t tag, void* data, size_t num_bytes);
+  Ticket post(int peer, int32_t tag, void* data, Contents contents);
   void check_peer(int peer) const;
 
   std::shared_ptr<Group> group_;

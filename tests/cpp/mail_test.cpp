@@ -12,6 +12,8 @@
 #include "net/connect.h"
 #include "ranks.h"
 
+using torchtp::cat;
+using torchtp::Contents;
 using torchtp::Deadline;
 using torchtp::Fd;
 using torchtp::test::run_threads;
@@ -157,21 +159,23 @@ void much_that_nobody_asks_for_waits_at_its_sender() {
   });
 }
 
-void two_sizes_are_an_error_that_names_both() {
+void two_contents_are_an_error_that_names_both(const Contents& wanted) {
+  const auto describe = [](const Contents& each) { return cat(each.num_bytes, " of type ", each.dtype + 0); };
   for (const size_t sent : {size_t{10}, size_t{1} << 20}) {
     run_threads(2, [&](Bootstrap& bootstrap) {
-      Mail mail(bootstrap.rank(), connections(bootstrap));
+      Mail mail(bootstrap.rank(), connections(bootstrap), describe);
+      const Contents receives(wanted.num_bytes != 0 ? wanted.num_bytes : sent, wanted.dtype);
       const std::string error =
-          torchtp::cat("rank 1 receives 5 bytes with tag 3 from rank 0, which sent ", sent, " bytes");
+          cat("rank 1 receives ", describe(receives), " with tag 3 from rank 0, which sent ", sent, " of type 6");
       if (bootstrap.rank() == 0) {
-        const auto message = mail.send(1, 3, memory(sent, 1), sent);
+        const auto message = mail.send(1, 3, memory(sent, 1), {sent, 6});
         if (sent > Mail::kEagerBytes) {
           CHECK(end_of(mail, message) == Mail::State::kFailed);
           CHECK_EQUAL(mail.trouble(*message), error);
         }
         check_done(mail, mail.send(1, 3, memory(7, 2), 7));
       } else {
-        const auto message = mail.receive(0, 3, memory(5), 5);
+        const auto message = mail.receive(0, 3, memory(receives.num_bytes), receives);
         CHECK(end_of(mail, message) == Mail::State::kFailed);
         CHECK_EQUAL(mail.trouble(*message), error);
         const Mail::Memory bytes = memory(7);
@@ -244,7 +248,8 @@ int main() {
       {"in any order, 4 ranks", [] { in_any_order(4); }},
       {"from anybody", from_anybody},
       {"much that nobody asks for waits at its sender", much_that_nobody_asks_for_waits_at_its_sender},
-      {"two sizes are an error that names both", two_sizes_are_an_error_that_names_both},
+      {"two sizes are an error that names both", [] { two_contents_are_an_error_that_names_both({5, 6}); }},
+      {"two types are an error that names both", [] { two_contents_are_an_error_that_names_both({0, 7}); }},
       {"who goes says why", who_goes_says_why},
       {"nonsense ends the connection", nonsense_ends_the_connection},
   });

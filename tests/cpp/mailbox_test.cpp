@@ -8,8 +8,11 @@
 
 #include "check.h"
 #include "core/error.h"
+#include "core/format.h"
 #include "ranks.h"
 
+using torchtp::cat;
+using torchtp::Contents;
 using torchtp::test::error_of;
 using torchtp::test::run_threads;
 using namespace torchtp::shm;
@@ -185,19 +188,26 @@ void two_threads_of_a_rank_may_wait() {
   });
 }
 
-void sizes_that_differ_are_an_error() {
-  run_threads(2, [](Bootstrap& bootstrap) {
-    Mailbox mailbox(make(bootstrap));
+constexpr const char* kSizesDiffer = "rank 1 receives 64 of type 3 with tag 7 from rank 0, which sent 100 of type 3";
+constexpr const char* kTypesDiffer = "rank 1 receives 100 of type 4 with tag 7 from rank 0, which sent 100 of type 3";
+
+// `is_late`: the receive is posted when the message has been set aside.
+void contents_that_differ_are_an_error(const Contents& wanted, bool is_late, const std::string& expected) {
+  run_threads(2, [&](Bootstrap& bootstrap) {
+    Mailbox mailbox(make(bootstrap),
+                    [](const Contents& each) { return cat(each.num_bytes, " of type ", each.dtype + 0); });
     Bytes bytes(100);
     const std::string error = error_of([&] {
       if (bootstrap.rank() == 0) {
-        mailbox.send(1, 7, bytes.data(), 100);
+        mailbox.send(1, 7, bytes.data(), {100, 3});
+        if (is_late) mailbox.send(1, 9, bytes.data(), 1);
         mailbox.recv(1, 8, bytes.data(), 1);
       } else {
-        mailbox.recv(0, 7, bytes.data(), 64);
+        if (is_late) mailbox.recv(0, 9, bytes.data(), 1);
+        mailbox.recv(0, 7, bytes.data(), wanted);
       }
     });
-    CHECK_CONTAINS(error, "rank 1 receives 64 bytes with tag 7 from rank 0, which sent 100 bytes");
+    CHECK_CONTAINS(error, expected);
   });
 }
 
@@ -310,7 +320,10 @@ int main() {
       {"any rank is told who it was", any_rank_is_told_who_it_was},
       {"random traffic arrives", random_traffic_arrives},
       {"two threads of a rank may wait", two_threads_of_a_rank_may_wait},
-      {"sizes that differ are an error", sizes_that_differ_are_an_error},
+      {"sizes that differ are an error", [] { contents_that_differ_are_an_error({64, 3}, false, kSizesDiffer); }},
+      {"types that differ are an error", [] { contents_that_differ_are_an_error({100, 4}, false, kTypesDiffer); }},
+      {"types that differ are an error late, too",
+       [] { contents_that_differ_are_an_error({100, 4}, true, kTypesDiffer); }},
       {"nothing moves after an error", nothing_moves_after_an_error},
       {"nothing moves after the end", nothing_moves_after_the_end},
       {"wrong peers are refused at once", wrong_peers_are_refused_at_once},
