@@ -128,6 +128,17 @@ def test_gathering_pools_match_reference():
     run_ranks(run_second_derivative, 2)
 
 
+def run_on_one_channel():
+    """Cut along rows and channels: two ranks have none, and no image that ATen pools."""
+    torch.manual_seed(0)
+    for name in ("max", "max_stem", "max_ceil_dilated", "avg", "avg_padded", "adaptive_one"):
+        check(CASES[name][0], ((2, 2), (2, 1)), [torch.randn(2, 1, 9, 11).double()])
+
+
+def test_ranks_without_channels_pool_nothing():
+    run_ranks(run_on_one_channel, 4)
+
+
 def run_refused():
     mesh = device_mesh_of((2,))
     torchtp.dtensor.mark(mesh, [0])

@@ -1,5 +1,7 @@
 #include "spatial/pool_geometry.h"
 
+#include <algorithm>
+
 #include <c10/util/Exception.h>
 
 #include "spatial/checks.h"
@@ -50,8 +52,8 @@ PoolGeometry::PoolGeometry(const char* op, at::IntArrayRef input_sizes, PoolPara
     frames_.push_back(cut ? read_by(outputs_[i], sliding) : Interval{0, extents_[i]});
     output_sizes_[dim] = outputs_[i].size();
     frame_sizes_[dim] = frames_[i].size();
-    nothing_ |= outputs_[i].empty();
   }
+  nothing_ = std::find(output_sizes_.begin(), output_sizes_.end(), 0) != output_sizes_.end();
 }
 
 void PoolGeometry::check_backward(const char* op, at::IntArrayRef input_sizes, const at::Tensor& grad_output) const {

@@ -34,7 +34,7 @@ class PoolGeometry {
 
   std::vector<int64_t> output_sizes() const { return output_sizes_; }
   std::vector<int64_t> frame_sizes() const { return frame_sizes_; }
-  // No output row here.
+  // No output here: no row, or no image or channel, whose pooling ATen refuses.
   bool nothing() const { return nothing_; }
   // What the local pooling over the frames needs: no padding on cut dims, there it is in the frame.
   PoolParams local() const;
