@@ -174,17 +174,16 @@ struct Mailbox::State {
       throw Error(
           cat("message ", peer.received, " from rank ", from, " is damaged: it says it is message ", header.sequence));
     }
-    const Contents contents(header.num_bytes, header.dtype);
     const auto match =
         std::find_if(posted.begin(), posted.end(), [&](const Posted& p) { return fits(p, from, header.tag); });
-    if (match != posted.end()) check_contents(*match, from, contents);
+    if (match != posted.end()) check_contents(*match, from, {header.num_bytes, header.dtype});
     peer.incoming = {};
     Incoming& incoming = peer.incoming;
     incoming.active = true;
     incoming.passage = {header.sequence, header.began_ns};
     incoming.ways = header.ways;
     incoming.tag = header.tag;
-    incoming.contents = contents;
+    incoming.contents = {header.num_bytes, header.dtype};
     incoming.wanted = match != posted.end();
     if (incoming.wanted) {
       incoming.ticket = match->ticket;
