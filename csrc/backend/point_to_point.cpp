@@ -36,7 +36,7 @@ class Message : public MessageWork {
   int sourceRank() const override { return peer_; }
 
  private:
-  // A receive whose message has come already, and has another size, fails at once.
+  // A receive whose message has come already, and has other contents, fails at once.
   shm::Mailbox::Ticket posted(const Post& post) {
     try {
       return post(*mailbox_, dense_.data(), dense_.contents());

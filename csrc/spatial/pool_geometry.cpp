@@ -1,8 +1,8 @@
 #include "spatial/pool_geometry.h"
 
-#include <algorithm>
-
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 #include "spatial/checks.h"
 #include "spatial/pull.h"
