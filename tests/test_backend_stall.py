@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import signal
 
 import pytest
@@ -84,6 +85,30 @@ def test_ranks_that_call_on_groups_in_another_order_are_named_with_both_groups(m
         ]
     for part in parts:
         assert part in error, error
+
+
+def _circle():
+    """Each rank calls on a group with the next one, as where two axes of a mesh are called on in different orders."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [
+        dist.new_group([first, (first + 1) % ranks], timeout=datetime.timedelta(seconds=3)) for first in range(ranks)
+    ]
+    dist.barrier()
+    try:
+        dist.all_reduce(torch.ones(4), group=groups[rank])
+    except dist.DistBackendError as raised:
+        return str(raised)
+
+
+def test_ranks_that_wait_in_a_circle_of_groups_are_named_with_all_of_them():
+    told = run_ranks(_circle, 3, backend="torchtp")
+    call = r"allreduce #0 \(SUM, fp32, 4 elements\) of group '\w+'"
+    circles = [
+        rf"; of group '0' rank {a} waits for rank {b}, rank {b} in {call} for rank {c}, rank {c} in {call} for rank {a}: unless"
+        for a, b, c in [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
+    ]
+    # Of those whose time is over only later the circle is broken already.
+    assert any(re.search(circle, error) for circle, error in zip(circles, told, strict=True)), told
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,11 @@ void Group::compare_fingerprints() {
   }
 }
 
+bool Group::runs(int rank) const {
+  const auto process = liveness_->process(rank);
+  return process && (process->state == 'R' || process->state == 'S');
+}
+
 // Nothing where the board is being written time and again.
 std::vector<ToldWait> Group::waits_of(int rank) const {
   uint64_t words[kToldWords];
@@ -163,6 +168,7 @@ std::vector<ToldWait> Group::waits_of(int rank) const {
   std::memcpy(told.data(), words, sizeof(words));
   std::vector<ToldWait> sound;
   const int64_t now = now_ns();
+  const uint64_t ranks = size_ == kMaxRanks ? ~uint64_t{0} : (uint64_t{1} << size_) - 1;
   for (ToldWait& wait : told) {
     if (wait.since_ns <= 0 || wait.since_ns > now || wait.failed_ns < 0) continue;
     for (char* const text : {wait.call, wait.missing}) {
@@ -170,6 +176,7 @@ std::vector<ToldWait> Group::waits_of(int rank) const {
       const std::string shown = printable(std::string(text, strnlen(text, size - 1)));
       text[shown.copy(text, size - 1)] = 0;
     }
+    wait.for_ranks &= ranks;
     sound.push_back(wait);
   }
   return sound;

@@ -53,8 +53,8 @@ struct GroupOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   // A wait that takes so long, or half its timeout, says once whom it waits for; 0: TORCHTP_STALL_SECONDS, or 10 s.
   std::chrono::milliseconds stall_after{0};
-  // Two ranks whose first threads have waited so long for each other, in different calls, fail: only other threads of
-  // theirs could end that, which would have come.
+  // Ranks whose first threads have waited so long for one another in a circle, in different calls, fail: only other
+  // threads of theirs could end that, which would have come.
   std::chrono::milliseconds deadlock_after = std::chrono::seconds(20);
   std::string name;         // in every error message
   std::vector<int> called;  // what the ranks are called in messages; empty: as they are numbered
@@ -173,6 +173,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void set_label(std::string label) { label_ = std::move(label); }
   std::chrono::milliseconds timeout() const;
 
+  int called(int rank) const { return options_.called.empty() ? rank : options_.called[rank]; }
+  bool runs(int rank) const;  // as far as the kernel shows: not stopped, not waiting for a device
+  std::vector<ToldWait> waits_of(int rank) const;
   const std::shared_ptr<Whereabouts>& whereabouts() const { return options_.whereabouts; }
 
   // For what is built on the group (exchange, mailbox).
@@ -185,13 +188,11 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   class Arrival;
 
-  int called(int rank) const { return options_.called.empty() ? rank : options_.called[rank]; }
   void compare_fingerprints();
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
   bool keeps_from_running(Awaited& awaited) const;
   void nap_until_ready(Channel channel, Awaited& awaited);
-  std::vector<ToldWait> waits_of(int rank) const;
   void report(const std::string& what) const;
   [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause
 

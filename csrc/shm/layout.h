@@ -15,7 +15,7 @@ namespace torchtp::shm {
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 constexpr size_t kCauseBytes = 3072;
-constexpr size_t kToldWaits = 4;                // of one rank, see whereabouts.h
+constexpr size_t kToldWaits = 4;                // of one rank, see told_wait.h
 constexpr size_t kToldWords = 32 * kToldWaits;  // what it tells of them
 constexpr size_t kFingerprintWords = sizeof(Fingerprint) / sizeof(uint64_t);
 

@@ -63,45 +63,31 @@ void Stall::look(Awaited& awaited) {
   looked_at_ = now;
   const uint64_t missing = awaited.missing();
   for (int rank = 0; rank < kMaxRanks; ++rank) {
-    if ((missing >> rank & 1) == 0) {
-      circles_[rank] = {};
-      continue;
-    }
+    if ((missing >> rank & 1) == 0) continue;
     const auto process = liveness_.process(rank);
     const bool stopped = process && process->state == 'T';
     Clock::time_point& at = stopped_at_[rank];
     if (!stopped) at = {};
     if (stopped && at == Clock::time_point{}) at = now;
-    // What a rank that does not run has told may have ended long ago.
-    const bool runs = process && (process->state == 'R' || process->state == 'S');
-    const std::vector<ToldWait> waits = runs ? waits_of_(rank) : std::vector<ToldWait>();
-    const ToldWait* const wait = wait_for_us(waits);
-    const int64_t since_ns = wait ? wait->since_ns : 0;
-    if (circles_[rank].since_ns != since_ns) circles_[rank] = {since_ns, now};
   }
+  if (wait_.is_blocked && !follow_(missing, circle_)) circle_seen_at_ = now;
 }
 
 std::chrono::nanoseconds Stall::deadlock_age() const {
-  std::chrono::nanoseconds oldest{0};
-  for (const Circle& circle : circles_) {
-    if (circle.since_ns != 0) oldest = std::max<std::chrono::nanoseconds>(oldest, looked_at_ - circle.seen_at);
-  }
-  return oldest;
+  return circle_.links.empty() ? std::chrono::nanoseconds{0} : looked_at_ - circle_seen_at_;
 }
 
-const ToldWait* Stall::wait_for_us(const std::vector<ToldWait>& waits) const {
-  if (!wait_.is_blocked) return nullptr;
-  const auto found = std::find_if(waits.begin(), waits.end(), [&](const ToldWait& wait) {
-    return wait.is_blocked != 0 && wait.failed_ns == 0 && (wait.for_ranks >> wait_.rank & 1) != 0;
-  });
-  return found == waits.end() ? nullptr : &*found;
+bool Stall::waits_for_us(const std::vector<ToldWait>& waits) const {
+  return wait_.is_blocked && std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) {
+           return wait.is_blocking() && (wait.for_ranks >> wait_.rank & 1) != 0;
+         });
 }
 
 std::string Stall::state_of(int rank, const std::vector<ToldWait>& waits) const {
   const auto process = liveness_.process(rank);
   if (!process) return "";
-  const bool waits_in_a_call = std::any_of(
-      waits.begin(), waits.end(), [](const ToldWait& wait) { return wait.failed_ns == 0 && wait.is_blocked != 0; });
+  const bool waits_in_a_call =
+      std::any_of(waits.begin(), waits.end(), [](const ToldWait& wait) { return wait.is_blocking(); });
   switch (process->state) {
     case 'T': {
       std::string text = cat("stopped", name_of(process->stop_signal));
@@ -134,19 +120,24 @@ std::string Stall::describe(Awaited& awaited, const std::string& time) const {
     const std::vector<ToldWait> waits = waits_of_(rank);
     std::vector<std::string> known{state_of(rank, waits)};
     for (const ToldWait& wait : waits) known.push_back(torchtp::shm::describe(wait));
-    if (wait_for_us(waits) != nullptr) waiting_for_us |= uint64_t{1} << rank;
+    if (waits_for_us(waits)) waiting_for_us |= uint64_t{1} << rank;
     known.push_back(awaited.describe_peer(rank));
     known.erase(std::remove(known.begin(), known.end(), ""), known.end());
     if (!known.empty()) text += cat("; rank ", called_.empty() ? rank : called_[rank], " ", sentence(known));
   }
+  std::string circle;
   if (waiting_for_us != 0) {
     const bool many = (waiting_for_us & (waiting_for_us - 1)) != 0;
-    text += cat("; ", rank_list(waiting_for_us, called_), many ? " wait" : " waits", " there for rank ",
-                called_.empty() ? wait_.rank : called_[wait_.rank],
-                ", which waits here: unless another thread of theirs comes to one of these calls, that is a deadlock "
-                "(all ranks must make the same calls in the same order)");
+    circle = cat(rank_list(waiting_for_us, called_), many ? " wait" : " waits", " there for rank ",
+                 called_.empty() ? wait_.rank : called_[wait_.rank], ", which waits here");
+  } else if (!circle_.links.empty()) {
+    circle = circle_.describe();
   }
-  return text;
+  if (circle.empty()) return text;
+  return cat(
+      text, "; ", circle,
+      ": unless another thread of theirs comes to one of these calls, that is a deadlock (all ranks must make the "
+      "same calls in the same order)");
 }
 
 }  // namespace torchtp::shm

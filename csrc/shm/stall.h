@@ -8,9 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "shm/circle.h"
 #include "shm/group.h"
 #include "shm/liveness.h"
-#include "shm/whereabouts.h"
+#include "shm/told_wait.h"
 
 namespace torchtp::shm {
 
@@ -28,14 +29,19 @@ class Stall {
     bool is_blocked;  // as in ToldWait
   };
 
-  Stall(const Liveness& liveness, const std::vector<int>& called, Wait wait,
-        std::function<std::vector<ToldWait>(int)> waits_of)
-      : liveness_(liveness), called_(called), wait_(wait), waits_of_(std::move(waits_of)), begin_(Clock::now()) {}
+  Stall(const Liveness& liveness, const std::vector<int>& called, Wait wait, WaitsOf waits_of,
+        std::function<bool(uint64_t missing, Circle&)> follow)
+      : liveness_(liveness),
+        called_(called),
+        wait_(wait),
+        waits_of_(std::move(waits_of)),
+        follow_(std::move(follow)),
+        begin_(Clock::now()) {}
 
   // Looks at the processes of the ranks that are missing, at most every 50 ms.
   void look(Awaited& awaited);
   std::chrono::nanoseconds age() const { return Clock::now() - begin_; }
-  // For how long the looks have found a running rank waiting for this one while this one waits for it.
+  // For how long the looks have found running ranks waiting for one another and this one, in the same circle.
   std::chrono::nanoseconds deadlock_age() const;
   // "allreduce #7 (...): ranks 1, 3 have not arrived after <10 s>; rank 1 runs and last called ...; rank 3 stopped
   // (SIGSTOP) 9.8 s ago and has been in allreduce #3 (...) of group 'tp' for 10 s".
@@ -44,21 +50,18 @@ class Stall {
  private:
   // Nothing of one whose first thread waits in a call of ours: whether it naps or looks just now is chance.
   std::string state_of(int rank, const std::vector<ToldWait>& waits) const;
-  const ToldWait* wait_for_us(const std::vector<ToldWait>& waits) const;
+  bool waits_for_us(const std::vector<ToldWait>& waits) const;
 
   const Liveness& liveness_;
   const std::vector<int>& called_;
   const Wait wait_;
-  const std::function<std::vector<ToldWait>(int)> waits_of_;
+  const WaitsOf waits_of_;
+  const std::function<bool(uint64_t missing, Circle&)> follow_;  // as in Whereabouts
   const Clock::time_point begin_;
   Clock::time_point looked_at_ = begin_;
   std::array<Clock::time_point, kMaxRanks> stopped_at_{};
-  // Another rank's wait for this one; when it began tells it from later ones. 0: there is none.
-  struct Circle {
-    int64_t since_ns = 0;
-    Clock::time_point seen_at;
-  };
-  std::array<Circle, kMaxRanks> circles_{};
+  Circle circle_;
+  Clock::time_point circle_seen_at_;
 };
 
 }  // namespace torchtp::shm

@@ -77,7 +77,11 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   const Deadline deadline(limit);
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
   const bool is_blocked = channel != Channel::kMailbox && on_main_thread();
-  Stall stall(*liveness_, options_.called, {rank_, is_blocked}, [this](int rank) { return waits_of(rank); });
+  Stall stall(
+      *liveness_, options_.called, {rank_, is_blocked}, [this](int rank) { return waits_of(rank); },
+      [this](uint64_t missing, Circle& circle) {
+        return options_.whereabouts && options_.whereabouts->follow(*this, missing, circle);
+      });
   LongWait long_wait(options_.whereabouts, *this);
   const auto tell = [&] {
     const uint64_t missing = awaited.missing();

@@ -30,6 +30,17 @@ int only_rank_of(const std::vector<std::string>& processes, const std::string& p
   return static_cast<int>(found - processes.begin());
 }
 
+// Those of the ranks that are in the other group, as it numbers them.
+uint64_t renumbered(uint64_t ranks, const std::vector<std::string>& processes, const std::vector<std::string>& there) {
+  uint64_t out = 0;
+  for (size_t rank = 0; rank < processes.size(); ++rank) {
+    if ((ranks >> rank & 1) == 0 || only_rank_of(processes, processes[rank]) < 0) continue;
+    const int other = only_rank_of(there, processes[rank]);
+    if (other >= 0) out |= uint64_t{1} << other;
+  }
+  return out;
+}
+
 }  // namespace
 
 void Whereabouts::add(const Group& group, std::string name, std::vector<std::string> processes, Board& mine) {
@@ -85,6 +96,12 @@ Whereabouts::Entry* Whereabouts::find(uint64_t id) {
   return found == waits_.end() ? nullptr : &*found;
 }
 
+const Whereabouts::Member* Whereabouts::find(const Group& group) const {
+  const auto found =
+      std::find_if(members_.begin(), members_.end(), [&](const Member& each) { return each.group == &group; });
+  return found == members_.end() ? nullptr : &*found;
+}
+
 void Whereabouts::tell_all() const {
   for (const Member& to : members_) {
     ToldWaits all;
@@ -101,18 +118,41 @@ ToldWait Whereabouts::told(const Entry& entry, const Member& to) const {
   out.failed_ns = entry.failed_ns;
   out.is_blocked = entry.wait.is_blocked ? 1 : 0;
   write_text(out.missing, entry.wait.missing);
-  const auto from =
-      std::find_if(members_.begin(), members_.end(), [&](const Member& each) { return each.group == entry.group; });
-  const bool elsewhere = from != members_.end() && from->group != to.group;
+  const Member* const from = find(*entry.group);
+  const bool elsewhere = from != nullptr && from->group != to.group;
   write_text(out.call, entry.wait.call, elsewhere ? cat(" of group '", from->name, "'") : "");
-  if (from == members_.end()) return out;
-  for (size_t rank = 0; rank < from->processes.size(); ++rank) {
-    if ((entry.wait.for_ranks >> rank & 1) == 0) continue;
-    if (only_rank_of(from->processes, from->processes[rank]) < 0) continue;
-    const int there = only_rank_of(to.processes, from->processes[rank]);
-    if (there >= 0) out.for_ranks |= uint64_t{1} << there;
-  }
+  if (from == nullptr) return out;
+  out.for_ranks = renumbered(entry.wait.for_ranks, from->processes, to.processes);
   return out;
+}
+
+bool Whereabouts::follow(const Group& group, uint64_t missing, Circle& circle) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Member* const here = find(group);
+  const auto missed_in = [&](const Member& there) { return renumbered(missing, here->processes, there.processes); };
+  const auto told_in = [](const Member& there) {
+    return
+        [&group = *there.group](int rank) { return group.runs(rank) ? group.waits_of(rank) : std::vector<ToldWait>(); };
+  };
+  const Member* const before = circle.links.empty() ? nullptr : find(*circle.group);
+  if (before && goes_on(circle.links, before->group->rank(), missed_in(*before), told_in(*before))) return true;
+  // First this group: its numbers are those of the rest of a message.
+  std::vector<const Member*> members{here};
+  for (const Member& each : members_) {
+    if (&each != here) members.push_back(&each);
+  }
+  circle = {};
+  for (const Member* const each : members) {
+    const Group& there = *each->group;
+    circle.links = find_circle(there.rank(), missed_in(*each), told_in(*each));
+    if (circle.links.empty()) continue;
+    for (Circle::Link& link : circle.links) link.called = there.called(link.rank);
+    circle.group = &there;
+    circle.name = each->name;
+    circle.asking = there.called(there.rank());
+    break;
+  }
+  return false;
 }
 
 LongWait::LongWait(std::shared_ptr<Whereabouts> whereabouts, const Group& group)

@@ -1,29 +1,16 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "shm/circle.h"
 #include "shm/layout.h"
+#include "shm/told_wait.h"
 
 namespace torchtp::shm {
-
-// A wait of a rank that has become long, as it is told to those who miss that rank.
-struct ToldWait {
-  int64_t since_ns = 0;     // core/clock.h; 0: there is none
-  int64_t failed_ns = 0;    // 0: it goes on
-  uint64_t for_ranks = 0;   // of the group that it is told in, as far as they are in it
-  uint64_t is_blocked = 0;  // a round or an exchange, on the process' first thread: that one will not come elsewhere
-  char call[184] = {};      // "allreduce #7 (...) of group 'tp'"; where it is told in its own group without that
-  char missing[40] = {};    // "ranks 2, 3", as they are called in the wait's own group; empty where `call` says it
-};
-
-// The oldest waits of a rank.
-using ToldWaits = std::array<ToldWait, kToldWaits>;
-static_assert(sizeof(ToldWaits) == kToldWords * sizeof(uint64_t), "it travels as whole words");
 
 // What this process waits for in each of its groups, told in all of them: who misses this rank in one group can say
 // that it waits in another. One object a process; whoever makes groups hands it to them. Thread-safe.
@@ -40,6 +27,10 @@ class Whereabouts {
   // `processes`: of each rank, as far as they are known to be different ones; `mine`: where this rank tells its waits.
   void add(const Group& group, std::string name, std::vector<std::string> processes, Board& mine);
   void remove(const Group& group);
+
+  // Looks whether the circle still goes on in which this rank waits, of which `group` misses some ranks, and for
+  // another one if not, as far as one group of this process tells of all of it. Returns whether it is the same.
+  bool follow(const Group& group, uint64_t missing, Circle& circle) const;
 
  private:
   friend class LongWait;
@@ -62,10 +53,11 @@ class Whereabouts {
   void end(uint64_t id);
   void fail(uint64_t id);
   Entry* find(uint64_t id);
+  const Member* find(const Group& group) const;
   void tell_all() const;
   ToldWait told(const Entry& entry, const Member& to) const;
 
-  std::mutex mutex_;  // of the members below
+  mutable std::mutex mutex_;  // of the members below
   std::vector<Member> members_;
   std::vector<Entry> waits_;  // those that go on before those that have failed, each oldest first
   uint64_t last_id_ = 0;

@@ -34,7 +34,10 @@ class Beside {
   void await(int what) {
     while (flag(what) == 0) usleep(1000);
   }
-  ProcessBootstrap bootstrap(int rank, int size) { return {mapping_.data() + kFlags, rank, size}; }
+  // Of the ranks whose pages begin with the one given.
+  ProcessBootstrap bootstrap(int rank, int size, int first_page = 0) {
+    return {mapping_.data() + kFlags + first_page * sizeof(ProcessBootstrap::Page), rank, size};
+  }
 
  private:
   static constexpr size_t kFlags = 4096;
@@ -185,6 +188,40 @@ void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
   }
 }
 
+// Each waits in a group of two for the next: only the group of all, in which none waits, tells of the whole circle.
+void ranks_that_wait_in_a_circle_fail_long_before_the_timeout() {
+  constexpr int kRanks = 4;
+  Beside beside(2 * kRanks);
+  run_processes(kRanks, [&](Bootstrap& bootstrap) {
+    const int rank = bootstrap.rank();
+    const auto whereabouts = std::make_shared<Whereabouts>();
+    const auto all = Group::create(bootstrap, options("all", whereabouts, [](const std::string&) {}));
+    std::shared_ptr<Group> with_next;
+    std::vector<std::shared_ptr<Group>> pairs;
+    for (int first = 0; first < kRanks; ++first) {
+      const bool is_first = rank == first;
+      if (!is_first && rank != (first + 1) % kRanks) continue;
+      GroupOptions given = options(torchtp::cat("pair ", first), whereabouts, [](const std::string&) {});
+      given.deadlock_after = milliseconds(200);
+      ProcessBootstrap among = beside.bootstrap(is_first ? 1 : 0, 2, 2 * first);
+      pairs.push_back(Group::create(among, given));
+      if (is_first) with_next = pairs.back();
+    }
+    const std::string error = error_of([&] { with_next->round(step(rank)); });
+    check_lacks(error, "the timeout of");
+    // Who fails first tells it, and the others when it leaves.
+    std::string words = torchtp::cat("of group 'all' rank ", rank, " waits for rank ", (rank + 1) % kRanks);
+    for (int i = 1; i < kRanks; ++i) {
+      const int at = (rank + i) % kRanks;
+      words += torchtp::cat(", rank ", at, " in call #", at, " of group 'pair ", at, "' for rank ", (at + 1) % kRanks);
+    }
+    with_next.reset();
+    pairs.clear();
+    const auto told = bootstrap.all_gather(error.find(words + ": unless ") == std::string::npos ? "" : "circle");
+    CHECK(std::count(told.begin(), told.end(), "circle") > 0);
+  });
+}
+
 // What a stopped rank has told may be long past.
 void a_rank_that_waits_and_is_stopped_is_in_no_deadlock() {
   Beside beside(0);
@@ -303,6 +340,8 @@ int main() {
       {"a wait of another thread is no deadlock", a_wait_of_another_thread_is_no_deadlock},
       {"ranks that wait for each other fail long before the timeout",
        ranks_that_wait_for_each_other_fail_long_before_the_timeout},
+      {"ranks that wait in a circle fail long before the timeout",
+       ranks_that_wait_in_a_circle_fail_long_before_the_timeout},
       {"a rank that waits and is stopped is in no deadlock", a_rank_that_waits_and_is_stopped_is_in_no_deadlock},
       {"a wait that failed is told until its group ends", a_wait_that_failed_is_told_until_its_group_ends},
       {"a rank that waits for a message of the same group is told of",
