@@ -84,4 +84,7 @@ def _taken(shape: torch.Size, most: int) -> list[int]:
 
 def _is_captured(tensor: torch.Tensor) -> bool:
     """Whether work on the tensor's device goes into a graph, in which nothing can be waited for."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not tensor.is_cuda:
+        return False
+    with torch.cuda.device(tensor.device):
+        return torch.cuda.is_current_stream_capturing()
