@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 import torchtp
 from torchtp.dtensor.cut import cut_locally, full_of
 from torchtp.dtensor.routing import joined, picked, put
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import same_order, wrap
 from torchtp.testing import run_ranks
 
 MESHES = [(2, 2), (2, 3), (3, 2)]
@@ -73,6 +73,24 @@ def test_every_cut_of_two_axes_stays_through_every_reshape(sizes):
 def test_cuts_of_three_axes_stay_through_reshapes():
     for before, after in [((1, 3, 4, 5, 6), (1, 3, 120)), ((1, 120, 3), (1, 4, 6, 5, 3)), ((2, 3, 4, 5), (6, 20))]:
         run_ranks(run_reshapes, 8, (2, 2, 2), before, after)
+
+
+def run_orders(sizes):
+    """Pixels that lie channels last as tokens: on the way to its rank a part may be one row, which tells no order."""
+    mesh = _mesh(sizes)
+    for rows, columns in itertools.product((8, 15, 16), (9, 16, 17)):
+        image = moved(torch.rand(1, 4, rows, columns))
+        placements = (Shard(1), Shard(0))
+        part = cut_locally(image, mesh, (Shard(3), Shard(2))).contiguous().permute(2, 3, 0, 1)
+        pixels = wrap(part, mesh, placements, torch.Size((rows, columns, 1, 4)))
+        tokens, expected = (pixel.reshape(1, -1, 4) for pixel in (pixels, image.permute(2, 3, 0, 1)))
+        _check(tokens, expected)
+        assert same_order(expected.shape, tokens.stride(), expected.stride()), (rows, columns, tokens.stride())
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_rank_s_part_of_a_reshape_lies_in_the_order_of_one_device(sizes):
+    run_ranks(run_orders, math.prod(sizes), sizes, backend="gloo", timeout=150)
 
 
 def run_rows(sizes):

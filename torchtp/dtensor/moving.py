@@ -23,7 +23,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
-from torchtp.dtensor.wrapping import Function, on_mesh, wrap
+from torchtp.dtensor.wrapping import Function, dense_stride, in_order, on_mesh, same_order, wrap
 
 functional = torch.ops._c10d_functional
 
@@ -126,11 +126,18 @@ def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> tor
     """The local tensor under other placements; where another dim is to be cut, a rank sends no more than it holds."""
     if spec.placements == placements:
         return local
+    assert spec.tensor_meta is not None
+    if not axes_of(spec.mesh).ranks:
+        return redistributed(local, spec, placements)
+    cut_anew = _cut_anew(local, spec, spec.tensor_meta.shape, placements)
+    # What was sent lies in the order of its dims. What is not dense was not sent: it is a view, and stays one.
+    dense = same_order(cut_anew.shape, cut_anew.stride(), dense_stride(cut_anew.shape, cut_anew.stride()))
+    return in_order(cut_anew, spec.tensor_meta.stride) if dense else cut_anew
+
+
+def _cut_anew(local: torch.Tensor, spec: DTensorSpec, shape: torch.Size, placements: Placements) -> torch.Tensor:
     mesh, now = spec.mesh, list(spec.placements)
     assert spec.tensor_meta is not None
-    shape = spec.tensor_meta.shape
-    if not axes_of(mesh).ranks:
-        return redistributed(local, spec, placements)
     steps = _swaps(now, placements, shape)
     for axis, dim in steps:
         old = now[axis]

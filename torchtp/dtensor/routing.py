@@ -42,7 +42,10 @@ def holders(mesh: DeviceMesh, placements: Placements, axes: Sequence[int], dims:
 
 
 def routed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int, now: Holders, wanted: Holders) -> torch.Tensor:  # fmt: skip
-    """A copy of this rank's rows along `dim`, in their order, before and after; the holders are the same on all ranks."""
+    """A copy of this rank's rows along `dim`, in their order, before and after; the holders are the same on all ranks.
+
+    It lies in memory in the order that the part had: a view's strides tell where its elements lie, and masks are drawn in that order.
+    """
     given = local
     mine = [axes_of(mesh).ranks[axis] for axis in axes]
     now = list(now)
@@ -55,13 +58,16 @@ def routed(local: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int], dim: int,
                 among &= now[other] == rank
         to = wanted[place][among & (now[place] == mine[place])]
         of = now[place][among & (wanted[place] == mine[place])]
-        local = _passed_on(local, mesh, axis, dim, to, of)
+        local = _passed_on(local, mesh, axis, dim, to, of, given.stride())
         now[place] = wanted[place]
     return local.clone() if local is given else local
 
 
-def _passed_on(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:  # fmt: skip
-    """One alltoall: row i of this rank goes to rank `to[i]` of the axis, and row i of the result comes from rank `of[i]`."""
+def _passed_on(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, to: torch.Tensor, of: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:  # fmt: skip
+    """One alltoall: row i of this rank goes to rank `to[i]` of the axis, and row i of the result comes from rank `of[i]`.
+
+    `order`: strides of what was given first; those of a single row, which this may be on the way, tell none.
+    """
     rows = local.resolve_conj().resolve_neg().movedim(dim, 0)
     size, width = axes_of(mesh).sizes[axis], math.prod(rows.shape[1:])
     sent = rows.index_select(0, torch.argsort(to, stable=True).to(rows.device))
@@ -69,8 +75,7 @@ def _passed_on(local: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, to: t
     arrived = sent_around(sent.reshape(-1), given, taken, mesh, axis).view(len(of), *rows.shape[1:])
     places = torch.argsort(of, stable=True).to(rows.device)
     shape = torch.Size([*local.shape[:dim], len(of), *local.shape[dim + 1 :]])
-    # In the order that the part had: a view's strides tell where its elements lie, and masks are drawn in that order.
-    result = arrived.new_empty_strided(shape, dense_stride(shape, local.stride()))
+    result = arrived.new_empty_strided(shape, dense_stride(shape, order))
     result.movedim(dim, 0).index_copy_(0, places, arrived)
     return result
 
