@@ -94,6 +94,52 @@ def test_masks_are_those_of_the_single_device_in_channels_last():
     run_ranks(_equals_the_single_device, 2, {"w": 2}, {"w": -1}, torch.channels_last, None)
 
 
+def _heads(x):
+    tokens = x.flatten(2).transpose(1, 2)
+    return (tokens @ torch.ones(4, 6, dtype=x.dtype)).unflatten(-1, (2, 3)).transpose(1, 2)
+
+
+WRITTEN_ANEW = {
+    "roll": lambda x: x.roll((1, 2), (2, 3)),
+    "reflect": lambda x: F.pad(x, (1, 2, 2, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 2, 2, 1), mode="replicate"),
+    "circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
+    "adaptive average": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "adaptive maximum": lambda x: F.adaptive_max_pool2d(x, (3, 2)),
+    "area": lambda x: F.interpolate(x, size=(3, 4), mode="area"),
+    "unpooled": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[2:]),
+    "shuffled": lambda x: F.pixel_shuffle(x, 2),
+    "softmax of rows": lambda x: x.softmax(2),
+    "log softmax of columns": lambda x: x.log_softmax(3),
+    "tokens": lambda x: x.flatten(2).transpose(1, 2),
+    "pixels": lambda x: x.permute(2, 3, 0, 1).flatten(0, 1),
+    "heads": _heads,
+}
+
+
+def _masks_of_what_is_written_anew(axes):
+    layout = _layout(axes, dict.fromkeys(axes, -1) if len(axes) == 1 else {"h": -2, "w": -1})
+    differing = []
+    for name, function in WRITTEN_ANEW.items():
+        for order in (torch.contiguous_format, torch.channels_last):
+            for shape in ((2, 4, 8, 9), (1, 4, 16, 20)):
+                x = torch.randn(shape, dtype=torch.float64).to(memory_format=order)
+                cut = layout.shard(x)
+                masks = []
+                for given in (x, cut):
+                    torch.manual_seed(3)
+                    mask = F.dropout(function(given).abs() + 1) == 0
+                    masks.append(mask.full_tensor() if given is cut else mask)
+                if not torch.equal(*masks):
+                    differing.append((name, order, shape))
+    assert not differing, differing
+
+
+@pytest.mark.parametrize("axes", [{"h": 3}, {"h": 2, "w": 2}], ids=str)
+def test_masks_of_what_ranks_write_anew_are_those_of_the_single_device(axes):
+    run_ranks(_masks_of_what_is_written_anew, 4 if "w" in axes else 3, axes)
+
+
 def _seeded_apart():
     x = torch.randn(3, 2, 7, 9, dtype=torch.float64)
     single, model = _model(), torchtp.parallelize(_model(), _layout({"w": 2}, {"w": -1}))

@@ -16,7 +16,7 @@ from torchtp.dtensor.shape import axis_cutting
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, Op, Replicate
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap, wrap_in_format
 
 _NOWHERE = torch.iinfo(torch.int64).max // 2  # plus an index it is still none
 
@@ -92,7 +92,8 @@ def adaptive_max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         values, places = _largest_of_all(values, places, mesh, axis)
     kept = tuple(Replicate() if axis in cut.axes else p for axis, p in enumerate(placements))
     shape = torch.Size([*input.shape[:2], *sizes])
-    return wrap(values, mesh, kept, shape), wrap(places, mesh, kept, shape)
+    like = input if input.dim() == 4 else None
+    return wrap_in_format(values, mesh, kept, shape, like), wrap_in_format(places, mesh, kept, shape, like)
 
 
 @rule("adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")

@@ -26,7 +26,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap, wrap_in_format
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def max_unpool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shape = torch.Size([*input.shape[:2], *sizes])
     unpooled = op(planes, points, sizes, *params) if planes.numel() else planes.new_zeros([*planes.shape[:2], *sizes])
     mine, placed = turn.back(unpooled, extents)
-    return wrap(mine, mesh, placed, shape)
+    return wrap_in_format(mine, mesh, placed, shape, input if input.dim() == 4 else None)
 
 
 @spatial_rule("gather", "scatter.src", "scatter.value", "scatter_add", "scatter_.src", "scatter_.value", "scatter_add_")

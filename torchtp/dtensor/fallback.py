@@ -30,8 +30,7 @@ from torchtp.dtensor.upstream import (
     spec_of,
     taken_apart,
 )
-from torchtp.dtensor.whole import dense_format
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import in_order, wrap
 
 # What upstream does right and without communication when a tensor is cut; everything that is not here, has no rule and
 # meets a cut tensor is gathered.
@@ -126,9 +125,7 @@ def has_strided_shard(leaf: Any) -> bool:
 
 def _full(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
-        full = full_of(leaf)
-        dense = full.is_contiguous() or full.is_contiguous(memory_format=dense_format(full))
-        return full if dense else full.clone()  # uneven parts may leave gaps that kernels do not expect
+        return in_order(full_of(leaf), leaf.stride())  # by it some kernels choose the order of what they write
     if isinstance(leaf, torch.Tensor):
         hand_out(leaf)
     return leaf

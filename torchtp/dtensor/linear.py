@@ -18,7 +18,7 @@ from torchtp.dtensor.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of, taken_apart
-from torchtp.dtensor.wrapping import Function, on_mesh, parameter_gradient, wrap
+from torchtp.dtensor.wrapping import Function, on_mesh, parameter_gradient, wrap, wrap_in_format
 
 _OP = torch.ops.aten.linear.default
 
@@ -65,7 +65,7 @@ def _local(
     if turn is not None and shape[-1] > 1:
         spec = make_spec(mesh, placements, shape, output.stride(), output.dtype)
         output, placements = recut(output, spec, turn.placements), turn.placements
-    return wrap(output, mesh, placements, shape)
+    return (wrap if features_first else wrap_in_format)(output, mesh, placements, shape)
 
 
 def _rows(local: torch.Tensor) -> torch.Tensor:

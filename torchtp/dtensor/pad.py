@@ -14,7 +14,7 @@ from torchtp.dtensor.shape import axis_cutting, resized, summed
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import Op
-from torchtp.dtensor.wrapping import wrap_as_one_device
+from torchtp.dtensor.wrapping import wrap_in_format
 
 aten = torch.ops.aten
 Piece = tuple[int, int, Wants, str]  # the output rows [begin, end) it fills, the rows it needs, how they lie in it
@@ -90,7 +90,7 @@ def mirror_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local = aten.cat(parts, dim)
     if any(whole):
         local = op(local, whole) if local.numel() else aten.constant_pad_nd(local, whole)
-    return wrap_as_one_device(local, mesh, placements, shape)
+    return wrap_in_format(local, mesh, placements, shape, tensor)
 
 
 @spatial_rule(*(f"{mode}_pad{n}d_backward" for mode in ("reflection", "replication") for n in (1, 2, 3)))
@@ -125,7 +125,7 @@ def mirror_pad_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         grad = total
     if any(whole):
         grad = op(grad, local, whole) if local.numel() else aten.zeros_like(local)
-    return wrap_as_one_device(grad, mesh, placements, tensor.shape)
+    return wrap_in_format(grad, mesh, placements, tensor.shape, tensor)
 
 
 @composite_rule("_pad_circular")
@@ -141,4 +141,4 @@ def circular_pad(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if after > 0:
             parts.append(within.narrow(dim, 0, after))
         tensor = torch.cat(parts, dim)
-    return tensor
+    return tensor.contiguous()  # as one device writes it

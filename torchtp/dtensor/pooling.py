@@ -14,7 +14,7 @@ from torchtp.dtensor.registry import bound, composite_rule, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_shard
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap, wrap_in_format
 
 ops = torch.ops.torchtp
 
@@ -130,7 +130,8 @@ def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     averages = _along(_averaging(input, wide, list(sizes), mesh, placements), wide).contiguous()
     averages = all_reduced(averages, mesh, cut.axes).to(local.dtype)
     kept = tuple(Replicate() if axis in cut.axes else p for axis, p in enumerate(placements))
-    return wrap(averages, mesh, kept, torch.Size([*input.shape[: -len(sizes)], *sizes]))
+    shape = torch.Size([*input.shape[: -len(sizes)], *sizes])
+    return wrap_in_format(averages, mesh, kept, shape, input if input.dim() == 4 else None)
 
 
 @rule("_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward")

@@ -28,7 +28,7 @@ from torchtp.dtensor.upstream import (
     spec_of,
     taken_apart,
 )
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap_in_format
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     wanted = _summed(made, shape, a, b, axes_of(mesh).sizes, [dims.index(d) for d in constant if d in "mn"])
     if wanted != made:
         local = redistributed(local, make_spec(mesh, made, shape, local.stride(), local.dtype), wanted)
-    return wrap(local, mesh, wanted, shape)
+    return wrap_in_format(local, mesh, wanted, shape)
 
 
 def _summed(

@@ -30,7 +30,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
-from torchtp.dtensor.wrapping import wrap, wrap_as_one_device
+from torchtp.dtensor.wrapping import wrap, wrap_as_one_device, wrap_in_format
 
 aten = torch.ops.aten
 
@@ -200,7 +200,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ahead = pulled(local, mesh, axis, dim, extent, extent, shifted(extent - by, high=extent))
         behind = pulled(local, mesh, axis, dim, extent, extent, shifted(-by, low=0))
         local = aten.cat([ahead, behind], dim)
-    return wrap_as_one_device(local, mesh, placements, tensor.shape)
+    return wrap_in_format(local, mesh, placements, tensor.shape, tensor)
 
 
 @spatial_rule("constant_pad_nd")

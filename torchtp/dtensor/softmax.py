@@ -16,7 +16,7 @@ from torchtp.dtensor.shape import taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, plain_shard, spec_of
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap_in_format
 
 
 def _is_cut_along(tensor: Any, dims: Any) -> bool:
@@ -27,7 +27,7 @@ def _is_cut_along(tensor: Any, dims: Any) -> bool:
 
 
 def _like(local: torch.Tensor, to: Reduced, tensor: DTensor) -> DTensor:
-    return wrap(local, to.mesh, to.cut, tensor.shape)
+    return wrap_in_format(local, to.mesh, to.cut, tensor.shape)
 
 
 class _Exponentials:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -35,6 +35,7 @@ __all__ = [
     "Shard",
     "StridedShard",
     "become",
+    "hold",
     "in_backward",
     "is_known",
     "local_of",
@@ -47,6 +48,7 @@ __all__ = [
     "real_mesh",
     "redistributed",
     "spec_of",
+    "suggest_memory_format",
     "travels_as_bytes",
 ]
 
@@ -66,6 +68,11 @@ def nested_dims(placements: tuple[Placement, ...]) -> frozenset[int]:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """This rank's part, outside autograd."""
     return tensor._local_tensor
+
+
+def hold(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let this be the rank's part; the same elements."""
+    tensor._local_tensor = local
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -29,7 +29,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
-from torchtp.dtensor.wrapping import dense_stride, same_order, wrap, wrap_as_one_device
+from torchtp.dtensor.wrapping import dense_stride, in_order, same_order, wrap, wrap_in_format
 
 aten = torch.ops.aten
 
@@ -168,7 +168,12 @@ def _reshaped(tensor: DTensor, shape: torch.Size) -> tuple[DTensor, bool]:
         # this rank holds `factor` times its chunk of the old dim; the new dim's chunks lie elsewhere
         local = pushed(local, mesh, axis, target, inside * factor, inside, scaled(factor))
         copied = True
-    return wrap(local, mesh, tuple(out), shape, _stride_of_view(tensor, shape)), copied
+    stride = _stride_of_view(tensor, shape)
+    if copied and stride is None:  # what was moved lies in the order of its dims
+        whole = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").reshape(shape)
+        stride = dense_stride(shape, whole.stride())
+        local = in_order(local, stride)
+    return wrap(local, mesh, tuple(out), shape, stride), copied
 
 
 def _copied(moved: DTensor, shape: torch.Size) -> tuple[DTensor, bool]:
@@ -287,7 +292,7 @@ def pixel_shuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             extent = tensor.size(placement.dim)
             if not same_chunks(mesh, axis, extent, factor):
                 local = pushed(local, mesh, axis, placement.dim, extent * factor, extent, scaled(factor))
-    return wrap_as_one_device(local, mesh, placements, shape)
+    return wrap_in_format(local, mesh, placements, shape, tensor)
 
 
 @spatial_rule("pixel_unshuffle")
@@ -306,7 +311,7 @@ def pixel_unshuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     local_shape = [*outer, c * factor**2, h // factor, w // factor]
     local = op(local, factor) if local.numel() else local.new_zeros(local_shape)
     shape = torch.Size([*tensor.shape[:-3], channels * factor**2, height // factor, width // factor])
-    return wrap_as_one_device(local, mesh, placements, shape)
+    return wrap_in_format(local, mesh, placements, shape, tensor)
 
 
 def _cut_before(tensor: Any, last: int) -> bool:

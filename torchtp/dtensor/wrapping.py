@@ -16,10 +16,13 @@ from torchtp.dtensor.upstream import (
     DTensor,
     Op,
     Replicate,
+    hold,
+    local_of,
     make_dtensor,
     make_spec,
     plain_shard,
     spec_of,
+    suggest_memory_format,
 )
 
 
@@ -109,12 +112,25 @@ def from_part(
     """As `wrap`, for code above autograd: differentiable. `made_of` is what the part was made of, if that was the same on all ranks."""
     local, stride = _in_one_order(axes_of(mesh), local, placements, shape, [] if made_of is None else [made_of])
     stride = stride or dense_stride(shape, local.stride())
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if not torch.compiler.is_compiling() and local_of(whole).stride() != local.stride():
+        # It holds a `view_as`, which has another stride for a single image: kernels would not see any more that it is channels last.
+        hold(whole, local.detach())
+    return whole
 
 
 def wrap_as_one_device(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
     """As `wrap`, of a part that lies as it happens to be made of pieces on its rank: brought to the order of one device."""
     stride = dense_stride(shape, called.stride_of_one_device(shape))
+    return wrap(in_order(local, stride), mesh, placements, shape, stride)
+
+
+def wrap_in_format(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, like: torch.Tensor | None = None
+) -> DTensor:
+    """As `wrap`, of a result that one device's kernels write contiguous, or channels last if `like` lies so."""
+    order = torch.contiguous_format if like is None else suggest_memory_format(_without_data(like))
+    stride = torch.empty(shape, device="meta", memory_format=order).stride()
     return wrap(in_order(local, stride), mesh, placements, shape, stride)
 
 
