@@ -13,6 +13,27 @@ import torchtp
 from torchtp.testing import run_ranks
 
 
+class Activated(nn.BatchNorm2d):
+    """A norm with more in its forward, as timm's BatchNormAct2d; `Synchronized` is what it becomes."""
+
+    def forward(self, x):
+        return torch.sin(3 * super().forward(x))
+
+
+class Synchronized(nn.SyncBatchNorm):
+    def forward(self, x):
+        return torch.sin(3 * super().forward(x))
+
+
+def synchronize(model):
+    """Converts norms, and leaves those with more in their forward what they are."""
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    for name, module in model.named_children():
+        if type(module) is Activated:
+            converted[int(name)].__class__ = Synchronized
+    return converted
+
+
 def make_network():
     torch.manual_seed(1)
     return nn.Sequential(
@@ -22,6 +43,7 @@ def make_network():
         nn.Conv2d(4, 4, 3, padding=1),
         nn.BatchNorm2d(4, momentum=None, affine=False),
         nn.SiLU(),
+        Activated(4),
         nn.AdaptiveAvgPool2d((1, 3)),
         nn.BatchNorm2d(4, track_running_stats=False),
         nn.Conv2d(4, 2, 1),
@@ -32,7 +54,7 @@ def make_network():
 def _train(axes, sizes):
     layout = make_layout(axes)
     single = make_network()
-    model = torchtp.parallelize(nn.SyncBatchNorm.convert_sync_batchnorm(make_network()), layout, output="full")
+    model = torchtp.parallelize(synchronize(make_network()), layout, output="full")
     first = sum(sizes[: layout.data_rank])
     mine = slice(first, first + sizes[layout.data_rank])
     with torchtp.strict():

@@ -51,19 +51,20 @@ def _data_group(name: str, module: nn.SyncBatchNorm, layout: Layout) -> str | No
     )
 
 
-class _Synchronized(lazy.Remade):
+class _Synchronized(nn.SyncBatchNorm, lazy.Remade):
+    """Stands between SyncBatchNorm and what people derive from it, whose forward may do more (timm's has an activation)."""
+
     __slots__ = ()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training and isinstance(input, DTensor) and is_marked(input.device_mesh):
+            return _normed(self, input)
+        return super().forward(input)
 
 
 @functools.cache
 def _synchronized(base: type[nn.SyncBatchNorm]) -> type:
-    @functools.wraps(base.forward)
-    def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        if self.training and isinstance(input, DTensor) and is_marked(input.device_mesh):
-            return _normed(self, input)
-        return base.forward(self, input)
-
-    return lazy.remade(base, (_Synchronized,), {"forward": forward}, _synchronized)
+    return lazy.remade(base, (_Synchronized,), {}, _synchronized)
 
 
 def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:
