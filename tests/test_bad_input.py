@@ -219,6 +219,33 @@ def test_one_rank_calls_it_in_another_way(axes, how, text):
     assert text in told[0]
 
 
+def _average_other_gradients(axes, how):
+    """What all ranks of one data rank do."""
+    layout = make_layout(axes)
+    model = torchtp.parallelize(nn.Conv2d(2, 3, 3, padding=1), layout)
+    images = torch.zeros(2, 2, 8, 8)
+    model(images).sum().backward()
+    with contextlib.ExitStack() as stack, pytest.raises(ValueError) as caught:
+        if layout.data_rank == 1 and how == "no_sync":
+            stack.enter_context(torchtp.no_sync(model))
+        elif layout.data_rank == 1:
+            model.bias.requires_grad_(False)
+        model(images)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "w": 1}, {"dp": 2, "h": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("no_sync", "under torchtp.no_sync"), ("frozen", "with 1 parameters frozen ('bias' to 'bias')")],
+)
+def test_data_ranks_that_average_other_gradients(axes, how, text):
+    size = 2 * axes.get("h", 1)
+    told = run_ranks(_average_other_gradients, size, axes, how, backend="torchtp", timeout=LIMIT)
+    assert len(set(told)) == 1
+    assert f"rank 0 calls it to average all of them, rank {size // 2} calls it {text}; enter" in told[0]
+
+
 def _after_the_end():
     make, image = (lambda: make_network("convnext", dtype=torch.float32)), torch.rand(1, 2, 8, 8)
     model = torchtp.parallelize(make(), make_layout({"w": 2}), output="full")

@@ -16,7 +16,7 @@ from torchtp.samples import Samples, difference, digest_of, samples_of
 # What it is, its global shape, its dtype; None of what is no tensor.
 Described = tuple[str, torch.Size, torch.dtype | None]
 
-_COMPLAINS, _EVERYONE, _MODE, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(10)
+_COMPLAINS, _EVERYONE, _MODE, _AVERAGES, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(11)
 _MOST_OF_A_PARAMETER = 16
 
 
@@ -27,6 +27,7 @@ class Call:
     tensors: Sequence[Described] = ()
     complaint: str = ""  # what is wrong with it to begin with
     mode: str = ""  # how it does it: in training, say
+    averages: str = ""  # which gradients are averaged, of its mode what the ranks of all images have to agree on
     note: int = 0  # what the ranks of the image need not agree on, but shall know of each other
     written: int = 0  # the same of all ranks
     stranger: str = ""  # a sentence on a part of the module that is new
@@ -55,8 +56,9 @@ class Agreement:
     def check(self, call: Call) -> Agreed:
         """Raise ValueError on all ranks if one complains or the ranks of an image differ.
 
-        So it does if some ranks alone have a part of the module that is new, and if samples of their tensors are apart by
-        more than rounding. Collective over the spatial group; over all data ranks too where a rank of the image asks for it.
+        So it does if some ranks alone have a part of the module that is new, if they average other gradients, and if samples
+        of their tensors are apart by more than rounding. Collective over the spatial group; over all data ranks too where a
+        rank of the image asks for it.
         """
         if _is_alone(self._spatial):
             rows, told = [_encode(call)], call.complaint
@@ -101,6 +103,12 @@ class Agreement:
             rows = self._gather(self._everyone, _encode(replace(call, complaint=told)))
             if any(row[_COMPLAINS] for row in rows):
                 return _first_complaint(self._everyone, told, names_the_rank=_is_alone(self._spatial)), rows
+            if any(row[_AVERAGES] != rows[0][_AVERAGES] for row in rows):
+                apart = _first_pair(self._everyone, [f"calls it {call.averages or 'to average all of them'}"])
+                told = (
+                    f"gradients are averaged over all data ranks, which call the module in different ways: {apart}; enter "
+                    "torchtp.no_sync and freeze parameters alike on all of them"
+                )
         if not told and len({row[_STRANGER] for row in rows}) > 1:
             alone = call.stranger and f"{call.stranger}, on some ranks alone: change the module alike on all of them"
             told = _first_complaint(self._everyone, alone)
@@ -153,6 +161,7 @@ def _encode(call: Call, values: int = 0) -> list[int]:
     row[_COMPLAINS] = bool(call.complaint)
     row[_EVERYONE] = call.everyone
     row[_MODE] = digest(call.mode.encode())
+    row[_AVERAGES] = digest(call.averages.encode())
     row[_NUM] = len(call.tensors)
     row[_HASH] = digest(repr([(what, tuple(shape), str(dtype)) for what, shape, dtype in call.tensors]).encode())
     row[_VALUES] = values

@@ -173,11 +173,13 @@ class _State:
             if stranger and not (everyone and reducer.syncs):
                 complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
         self._calls += 1
+        averages = _averages(reducer)
         agreed = self.layout.agreement.check(
             Call(
                 tensors,
                 complaint,
-                _mode(module, reducer, self.layout.mesh.device_type),
+                _mode(module, averages, self.layout.mesh.device_type),
+                averages,
                 randomness.fingerprint(self.layout),
                 self._written.digest(),
                 stranger,
@@ -306,21 +308,29 @@ class _State:
         return self._buffered
 
 
-def _mode(module: nn.Module, reducer: GradientReducer | None, device_type: str) -> str:
+def _mode(module: nn.Module, averages: str, device_type: str) -> str:
     """How the module is called, in words."""
     words = ["in training" if module.training else "in evaluation"]
     if torch.is_inference_mode_enabled():
         words.append("in inference mode")
     elif not torch.is_grad_enabled():
         words.append("without gradients")
-    if reducer is not None and not reducer.syncs:
-        words.append("under torchtp.no_sync")
-    named = [] if reducer is None else zip(reducer.names, reducer.parameters, strict=True)
-    if frozen := [name for name, parameter in named if not parameter.requires_grad]:
-        words.append(f"with {len(frozen)} parameters frozen ({frozen[0]!r} to {frozen[-1]!r})")
+    if averages:
+        words.append(averages)
     if torch.is_autocast_enabled(device_type):
         words.append(f"under autocast to {torch.get_autocast_dtype(device_type)}")
     return "calls it " + ", ".join(words)
+
+
+def _averages(reducer: GradientReducer | None) -> str:
+    """Which gradients are averaged, in words; empty where all are."""
+    if reducer is None:
+        return ""
+    words = [] if reducer.syncs else ["under torchtp.no_sync"]
+    named = zip(reducer.names, reducer.parameters, strict=True)
+    if frozen := [name for name, parameter in named if not parameter.requires_grad]:
+        words.append(f"with {len(frozen)} parameters frozen ({frozen[0]!r} to {frozen[-1]!r})")
+    return ", ".join(words)
 
 
 def _is_due(calls: int) -> bool:
