@@ -208,6 +208,30 @@ def test_each_collective_gives_the_closed_formula(size):
     run_ranks(_one_by_one, size, backend="torchtp", timeout=200)
 
 
+def _made_in_inference_mode(within):
+    """Results go into tensors of inference mode, in it and after it: the thread that writes them is in no mode."""
+    size = dist.get_world_size()
+    for way in ("sync", "async"):
+        call = Calls(way, strided, 1)
+        with torch.inference_mode():
+            tensor, entries = strided(value(call.rank, 37, torch.float32)), torch.eye(3).to_sparse()
+            if within:
+                for collective in (call.reduce, call.reduce_scatter):
+                    compare(collective(Op.SUM, 37, torch.float32), (way, collective.__name__))
+                for collective in (call.broadcast, call.all_gather, call.gather, call.scatter, call.neighbours):
+                    compare(collective(37, torch.float32), (way, collective.__name__))
+        with torch.inference_mode(within):
+            call.run(dist.all_reduce, tensor)
+            call.run(dist.all_reduce, entries)
+        compare([(tensor, reduced(Op.SUM, 37, torch.float32, range(size)))], (way, within))
+        assert torch.equal(entries.to_dense(), size * torch.eye(3))
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_tensors_of_inference_mode_take_results_from_any_thread(within):
+    run_ranks(_made_in_inference_mode, 2, within, backend="torchtp")
+
+
 def _coalesced(call, asynchronous):
     """`call(numel)` for several lengths as one work, or at once where c10d has a call for it."""
     with dist._coalescing_manager(async_ops=asynchronous) as manager:

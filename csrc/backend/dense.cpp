@@ -2,6 +2,9 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
 
 namespace torchtp::backend {
 
@@ -23,7 +26,14 @@ void Dense::keep_apart(const std::vector<Span>& others, size_t in_place) {
 }
 
 void Dense::store() {
-  if (!memory_.is_same(tensor_)) tensor_.copy_(memory_);
+  overwrite(tensor_, memory_);
+}
+
+void overwrite(const at::Tensor& tensor, const at::Tensor& contents) {
+  if (contents.is_same(tensor)) return;
+  std::optional<c10::InferenceMode> inference;
+  if (tensor.is_inference()) inference.emplace();
+  tensor.copy_(contents);
 }
 
 void check_tensor(const at::Tensor& tensor, const char* what) {

@@ -29,7 +29,6 @@ class Dense {
   Contents contents() const { return {num_bytes(), static_cast<uint8_t>(memory_.scalar_type())}; }
   const at::Tensor& memory() const { return memory_; }
   Span span() const { return {data(), num_bytes()}; }
-  bool is(const at::Tensor& tensor) const { return memory_.is_same(tensor); }
   // Goes on in a copy if it lies over one of `others` otherwise than exactly on others[in_place]: ranks read and write
   // a call's memory in no certain order, so what is written to one must not change what is read from the other.
   void keep_apart(const std::vector<Span>& others, size_t in_place);
@@ -40,6 +39,10 @@ class Dense {
   at::Tensor tensor_;
   at::Tensor memory_;
 };
+
+// Also a tensor made in inference mode, which may be written to in that mode alone: the thread that runs a call, or the
+// place that waits for it, need not be in it.
+void overwrite(const at::Tensor& tensor, const at::Tensor& contents);
 
 inline std::byte* bytes_of(const at::Tensor& dense) { return static_cast<std::byte*>(dense.data_ptr()); }
 

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "backend/dense.h"
+
 namespace torchtp::backend {
 namespace {
 
@@ -57,7 +59,8 @@ void sparse_allreduce(const Call& call, const at::Tensor& tensor) {
     index_parts.push_back(all_indices.select(0, r).narrow(0, 0, num_entries[r]));
     value_parts.push_back(all_values.select(0, r).narrow(0, 0, num_entries[r]));
   }
-  tensor.copy_(at::sparse_coo_tensor(at::cat(index_parts).t(), at::cat(value_parts), tensor.sizes()).coalesce());
+  overwrite(tensor,
+            at::sparse_coo_tensor(at::cat(index_parts).t(), at::cat(value_parts), tensor.sizes()).coalesce());
 }
 
 }  // namespace torchtp::backend

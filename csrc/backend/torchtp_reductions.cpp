@@ -81,7 +81,7 @@ TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Ten
               Dense dense = reducing[i].load(copies.empty() ? tensor : copies[i]);
               call.engine.allreduce(call.sequence, dense.data(), tensor.numel(), tensor.scalar_type(),
                                     reducing[i].op());
-              if (!dense.is(tensor)) tensor.copy_(dense.memory());
+              overwrite(tensor, dense.memory());
             }
           }};
 }
@@ -135,7 +135,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::reduce(Tensors& tensors, const c10d::Red
                   Dense dense = reducing.load(tensor);
                   call.engine.reduce(call.sequence, dense.data(), tensor.numel(), tensor.scalar_type(), reducing.op(),
                                      root);
-                  if (call.engine.rank() == root && !dense.is(tensor)) tensor.copy_(dense.memory());
+                  if (call.engine.rank() == root) overwrite(tensor, dense.memory());
                 }};
       },
       [&](Inner& inner) { return inner.reduce(tensors, options); });
