@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtp import _C, trace
+from torchtp import _C, incarnations, trace
 
 # For tests on machines without a card: "gloo" takes the place of NCCL as the inner backend, and has the tensors on the
 # CPU once `_set_inner_device("cpu")` was called on all ranks.
@@ -24,6 +24,7 @@ _NCCL_PATIENCE = datetime.timedelta(seconds=10)
 
 _fork_guard = _C.ForkGuard()
 _open_groups = _C.OpenGroups()
+_incarnation: str | None = None  # of this process, as the ranks of its default group have agreed
 
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -65,15 +66,32 @@ def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
     `backend_options` may be `ProcessGroupNCCL.Options`, for tensors on CUDA. Raises torch.distributed.DistBackendError
     if a rank does not come or cannot take part.
     """
+    timeout = timeout_of(options.timeout)
     return _make(
         backend_options,
-        options.store,
+        _store_of_incarnation(options.store, options.group_rank, options.group_size, timeout),
         options.group_rank,
         options.group_size,
-        timeout_of(options.timeout),
+        timeout,
         options.group_id or "",
         list(options.global_ranks_in_group or []),
     )
+
+
+def _store_of_incarnation(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """What only the ranks of this life of the job see of the store.
+
+    They agree while the default group is made; of later groups it knows who has died meanwhile, so they ask nobody.
+    """
+    global _incarnation
+    if not incarnations.is_possible():
+        return store
+    if _default_group() is not None and _incarnation is not None:
+        return dist.PrefixStore(_incarnation, store)
+    incarnation = incarnations.agree(store, rank, size, timeout)
+    if not dist.is_initialized():
+        _incarnation = incarnation
+    return dist.PrefixStore(incarnation, store)
 
 
 def _make(
