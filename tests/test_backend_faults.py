@@ -217,6 +217,8 @@ def test_a_rank_that_dies_after_any_of_its_words_is_named(victim):
 
 def _raises(rank, port, kind, number):
     def fail():
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no descriptor is left to look at the others with
         raise RuntimeError("it is broken")
 
     store = client(port, kind, number)
@@ -225,7 +227,7 @@ def _raises(rank, port, kind, number):
 
 def _broken_stores():
     with served_store() as (_, port):
-        return [forked(3, _raises, port, *call) for call in (("set", 2), ("get", 5), ("check", 4))]
+        return [forked(3, _raises, port, *call) for call in (("set", 2), ("get", 5), ("get", 16), ("check", 4))]
 
 
 def test_a_store_that_fails_for_one_rank_is_the_error_of_all():
@@ -234,6 +236,7 @@ def test_a_store_that_fails_for_one_rank_is_the_error_of_all():
         for error in errors:
             assert "the store that the ranks of a process group meet at failed: " in error, errors
             assert "it is broken" in error
+            assert "has ended" not in error
 
 
 def _loses_its_store(rank, port, server, number):

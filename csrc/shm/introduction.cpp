@@ -3,6 +3,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <sstream>
 #include <utility>
 
@@ -81,8 +83,8 @@ KnownProcesses::KnownProcesses(std::vector<std::string> said, int rank) : said_(
 bool KnownProcesses::has_died(int rank) const {
   const Peer& peer = peers_.at(rank);
   if (peer.pid == 0) return false;
-  const auto process = look_at(peer.pid);
-  return !process || process->started_at != peer.started_at || process->is_gone();
+  if (const auto process = look_at(peer.pid)) return process->started_at != peer.started_at || process->is_gone();
+  return kill(peer.pid, 0) != 0 && errno == ESRCH;  // who has no descriptor left sees nothing of the living either
 }
 
 }  // namespace torchtp::shm
