@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 
 import pytest
 import torch
@@ -186,6 +187,33 @@ def _calls_of_a_forked_child():
 def test_a_forked_child_cannot_make_the_calls_of_its_rank():
     for told in run_ranks(_calls_of_a_forked_child, 2, backend="torchtp"):
         assert len(told) == 3 and all("was forked from a rank" in error for error in told), told
+
+
+def _a_group_of_a_forked_child():
+    """The child makes a group of its own, whose threads take the places of those that it has not inherited."""
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            tensor = torch.ones(4)
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            inherited = dist.group.WORLD._get_backend(torch.device("cpu"))
+            inherited.shutdown()
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            dist.destroy_process_group()
+            os._exit(0 if (tensor == 1).all() else 1)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert (tensor == dist.get_world_size()).all()
+
+
+def test_a_forked_child_may_make_a_group_and_end_it_with_the_inherited_one():
+    run_ranks(_a_group_of_a_forked_child, 2, backend="torchtp")
 
 
 _FORKS = """

@@ -59,7 +59,8 @@ void Runner::stop() {
 }
 
 void Runner::leave_as_it_is() {
-  if (worker_.joinable()) worker_.detach();
+  // Not detached either: its handle may by now be that of a thread which this process has started.
+  ForkGuard::leave_as_it_is(std::make_shared<std::thread>(std::move(worker_)));
   ForkGuard::leave_as_it_is(std::exchange(state_, std::make_shared<State>()));
 }
 

@@ -3,9 +3,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <memory>
 #include <utility>
 
 #include "core/error.h"
+#include "core/fork_guard.h"
 #include "core/format.h"
 
 namespace torchtp::backend {
@@ -33,7 +35,7 @@ SignalWatch::~SignalWatch() {
   current_.store(nullptr);
   ending_.store(true);
   if (getpid() != process_) {
-    thread_.detach();  // it did not come along into the child
+    ForkGuard::leave_as_it_is(std::make_shared<std::thread>(std::move(thread_)));  // it did not come along
     return;
   }
   sem_post(&arrived_);
