@@ -1,14 +1,19 @@
-// Preloaded by tests/test_backend_faults.py, which sets the two variables.
+// Preloaded by tests/test_backend_faults.py and tests/test_backend_limits.py, which set the variables.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdatomic.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
 atomic_int no_memory;      // every reservation fails
+atomic_int no_threads;     // none can be started
+atomic_int no_callers;     // no descriptor is left for who connects
 atomic_long jump_seconds;  // how far the wall clock jumps, forward and back, whenever it is read
 
 static atomic_long reads;
@@ -16,6 +21,22 @@ static atomic_long reads;
 int posix_fallocate(int file, off_t offset, off_t length) {
   if (atomic_load(&no_memory)) return ENOMEM;
   return fallocate(file, 0, offset, length) == 0 ? 0 : errno;
+}
+
+int pthread_create(pthread_t* restrict thread, const pthread_attr_t* restrict attributes, void* (*body)(void*),
+                   void* restrict argument) {
+  static int (*real)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  if (atomic_load(&no_threads)) return EAGAIN;
+  if (!real) *(void**)&real = dlsym(RTLD_NEXT, "pthread_create");
+  return real(thread, attributes, body, argument);
+}
+
+int accept4(int listener, struct sockaddr* restrict address, socklen_t* restrict length, int flags) {
+  if (atomic_load(&no_callers)) {
+    errno = EMFILE;
+    return -1;
+  }
+  return (int)syscall(SYS_accept4, listener, address, length, flags);
 }
 
 int clock_gettime(clockid_t clock, struct timespec* now) {

@@ -5,11 +5,8 @@ import datetime
 import os
 import resource
 import select
-import shutil
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -287,18 +284,6 @@ def test_a_rank_without_address_space_is_the_error_of_all():
     assert len(set(errors)) == 1, errors
     for part in ("rank 1 cannot take part", "cannot map ", "TORCHTP_HEAP_BYTES", "Cannot allocate memory"):
         assert part in errors[0]
-
-
-@pytest.fixture
-def preloaded(tmp_path, monkeypatch):
-    """A library whose variables break something in the process that has it preloaded, as new ranks have."""
-    if not shutil.which("gcc"):
-        pytest.skip("needs a C compiler")
-    library = tmp_path / "preloaded.so"
-    source = Path(__file__).parent / "preloaded.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    return str(library)
 
 
 def _break(library, name, value):

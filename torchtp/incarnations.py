@@ -1,6 +1,7 @@
 """The lives of a job: torchrun serves one store to the ranks that it starts and, after a failure, to those that it starts in their place.
 
-What ranks of an earlier life have said there stays, of some more than of others, as the failure came. So the ranks of one life find out which it is.
+What ranks of an earlier life have said there stays, of some more than of others, as the failure came. So the ranks of one life find
+out which it is.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 
 #include "backend/gil.h"
 #include "backend/signal_handlers.h"
+#include "backend/work.h"
 #include "core/format.h"
 
 namespace torchtp::backend {
@@ -26,7 +27,24 @@ void Lifetime::check() const {
 }
 
 void Lifetime::submit(std::function<void()> task) {
-  if (!runner_.submit(std::move(task))) check();
+  try {
+    if (!runner_.submit(std::move(task))) check();
+  } catch (const std::system_error& error) {
+    lack_thread(error);
+  }
+}
+
+void Lifetime::lack_thread(const std::system_error& error) {
+  const std::string why = cat("rank ", engine_->rank(), " cannot start a thread for what it does not wait for: ",
+                              error.code().message(),
+                              " (is the limit of processes reached, ulimit -u or the cgroup's pids.max?)");
+  engine_->abort(why);
+  try {
+    engine_->check();
+  } catch (...) {
+    std::rethrow_exception(as_dist_error(std::current_exception()));
+  }
+  TORCH_CHECK_WITH(DistBackendError, false, "torchtp: ", why);
 }
 
 void Lifetime::run(uint64_t sequence, const std::function<void()>& task) {

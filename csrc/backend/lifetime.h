@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <system_error>
 
 #include "backend/device_group.h"
 #include "backend/engine.h"
@@ -29,6 +30,9 @@ class Lifetime {
   // See Runner. `sequence` is the call's; a wait for those before it answers signals, which may end the group.
   void submit(std::function<void()> task);
   void run(uint64_t sequence, const std::function<void()>& task);
+
+  // Ends the group, of which this rank can't carry out what all have called, and throws the cause.
+  [[noreturn]] void lack_thread(const std::system_error& error);
 
   // Finishes what is queued and leaves the group; the second time nothing. Throws what a signal handler raises
   // meanwhile, once all has ended. With an `error` by which the program ends nothing is finished: who ends so cannot

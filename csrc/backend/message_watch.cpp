@@ -23,8 +23,8 @@ c10::intrusive_ptr<MessageWork> MessageWatch::add(c10::intrusive_ptr<MessageWork
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     if (!state_->stopping) {
-      state_->unfinished.push_back(message);
       if (!thread_.joinable()) thread_ = std::thread([state = state_] { look_after(state); });
+      state_->unfinished.push_back(message);
       state_->changed.notify_all();
       return message;
     }

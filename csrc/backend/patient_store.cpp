@@ -1,5 +1,6 @@
 #include "backend/patient_store.h"
 
+#include <system_error>
 #include <utility>
 
 #include "backend/signal_handlers.h"
@@ -17,10 +18,15 @@ constexpr char kTheStore[] = "the store that the ranks of a process group meet a
 PatientStore::PatientStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds timeout)
     : state_(std::make_shared<State>()), timeout_(timeout) {
   state_->store = std::move(store);
-  thread_ = std::thread([state = state_] { work(state); });
+  try {
+    thread_ = std::thread([state = state_] { work(state); });
+  } catch (const std::system_error&) {
+    // Its limit is reached: then its caller asks, and waits for the answer as long as the store lets it.
+  }
 }
 
 PatientStore::~PatientStore() {
+  if (!thread_.joinable()) return;
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->stopping = true;
   state_->changed.notify_all();
@@ -62,6 +68,7 @@ void PatientStore::ask(Step step) {
     state_->error.clear();
     state_->step = std::move(step);
     state_->changed.notify_all();
+    if (!thread_.joinable()) take_step(*state_, lock);
     if (wait_looking(state_->changed, lock, timeout_, is_done, run_signal_handlers)) {
       if (!state_->error.empty())
         throw StoreError(cat(kTheStore, "failed: ", state_->error, " (rank 0 or torchrun serves it)"));
@@ -77,20 +84,24 @@ void PatientStore::work(const std::shared_ptr<State>& state) {
   for (;;) {
     state->changed.wait(lock, [&] { return state->stopping || state->step; });
     if (!state->step) return;
-    const Step step = state->step;
-    lock.unlock();
-    std::string error;
-    try {
-      step(*state->store);
-    } catch (...) {
-      error = message_of(std::current_exception());
-      if (error.empty()) error = "it raised an error without words";
-    }
-    lock.lock();
-    state->error = error;
-    state->step = nullptr;
-    state->changed.notify_all();
+    take_step(*state, lock);
   }
+}
+
+void PatientStore::take_step(State& state, std::unique_lock<std::mutex>& lock) {
+  const Step step = state.step;
+  lock.unlock();
+  std::string error;
+  try {
+    step(*state.store);
+  } catch (...) {
+    error = message_of(std::current_exception());
+    if (error.empty()) error = "it raised an error without words";
+  }
+  lock.lock();
+  state.error = error;
+  state.step = nullptr;
+  state.changed.notify_all();
 }
 
 }  // namespace torchtp::backend

@@ -49,6 +49,7 @@ class PatientStore {
   };
 
   static void work(const std::shared_ptr<State>& state);
+  static void take_step(State& state, std::unique_lock<std::mutex>& lock);  // without the lock
   void ask(Step step);
 
   const std::shared_ptr<State> state_;

@@ -16,8 +16,8 @@ Runner::~Runner() { stop(); }
 bool Runner::submit(std::function<void()> task) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->stopping) return false;
-  state_->queue.push_back(std::move(task));
   if (!worker_.joinable()) worker_ = std::thread([state = state_] { work(state); });
+  state_->queue.push_back(std::move(task));
   state_->changed.notify_all();
   return true;
 }

@@ -332,6 +332,8 @@ TorchtpBackend::WorkPtr TorchtpBackend::message(c10d::OpType op, const at::Tenso
   } catch (const c10::DistBackendError& error) {  // another error is a mistake in arguments: nothing has been called
     end_message(*recorder_, trace_.get(), recorder_->call(operation), {std::current_exception()}, 0);
     throw;
+  } catch (const std::system_error& error) {
+    lifetime_->lack_thread(error);
   }
   work->belongs_to(engine_);
   const int64_t spent_ns = now_ns() - operation.called_ns;

@@ -5,6 +5,7 @@
 #include <sys/un.h>
 
 #include <array>
+#include <cerrno>
 #include <cstddef>
 #include <utility>
 
@@ -87,6 +88,7 @@ void Handover::serve(const Fd& file, int count, const Deadline& deadline) {
   while (count > 0) {
     wait_readable(door, deadline, "handing the segment to the other ranks");
     const Fd peer = Fd::accept(door);
+    if (!peer && errno != EINTR && errno != EAGAIN && errno != ECONNABORTED) throw_errno("cannot let a rank in");
     if (!peer) continue;
     std::array<char, kTokenLength> greeting{};
     // Receivers have greeted before we come here: a caller without a greeting is a stranger and must not hold us up.
