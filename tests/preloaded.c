@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
@@ -13,7 +12,6 @@
 
 atomic_int no_memory;      // every reservation fails
 atomic_int no_threads;     // none can be started
-atomic_int no_callers;     // no descriptor is left for who connects
 atomic_long jump_seconds;  // how far the wall clock jumps, forward and back, whenever it is read
 
 static atomic_long reads;
@@ -29,14 +27,6 @@ int pthread_create(pthread_t* restrict thread, const pthread_attr_t* restrict at
   if (atomic_load(&no_threads)) return EAGAIN;
   if (!real) *(void**)&real = dlsym(RTLD_NEXT, "pthread_create");
   return real(thread, attributes, body, argument);
-}
-
-int accept4(int listener, struct sockaddr* restrict address, socklen_t* restrict length, int flags) {
-  if (atomic_load(&no_callers)) {
-    errno = EMFILE;
-    return -1;
-  }
-  return (int)syscall(SYS_accept4, listener, address, length, flags);
 }
 
 int clock_gettime(clockid_t clock, struct timespec* now) {

@@ -2,10 +2,13 @@
 
 import contextlib
 import ctypes
+import os
+import resource
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forked, served_store
 
 from torchtp.testing import run_ranks
 
@@ -30,35 +33,58 @@ def _isend(group):
     dist.barrier(group)
 
 
-def _without_threads(library, call):
-    rank, group = dist.get_rank(), dist.new_group()
-    with broken(library, "no_threads") if rank == 1 else contextlib.nullcontext():
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=dist.new_group())  # needs none
-        assert (tensor == 3).all()
-        with pytest.raises(dist.DistBackendError) as raised:
-            call(group)
-        with pytest.raises(dist.DistBackendError, match="rank 1 cannot start a thread"):
-            dist.barrier(group)
-        dist.destroy_process_group(group)
-    return str(raised.value)
+def _without_threads(library):
+    told = []
+    for call in (_all_reduce, _isend):
+        group = dist.new_group()
+        with broken(library, "no_threads") if dist.get_rank() == 1 else contextlib.nullcontext():
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=dist.new_group())  # needs none
+            assert (tensor == 3).all()
+            with pytest.raises(dist.DistBackendError) as raised:
+                call(group)
+            with pytest.raises(dist.DistBackendError, match="rank 1 cannot start a thread"):
+                dist.barrier(group)
+            dist.destroy_process_group(group)
+        told.append(str(raised.value).split(": ", 1)[1])
+    return told
 
 
-@pytest.mark.parametrize("call", [_all_reduce, _isend])
-def test_a_rank_that_cannot_start_a_thread_is_the_error_of_all(preloaded, call):
-    errors = run_ranks(_without_threads, 3, preloaded, call, backend="torchtp", fresh=True)
-    assert len(set(errors)) == 1, errors
-    assert "rank 1 cannot start a thread for what it does not wait for: Resource temporarily unavailable" in errors[0]
+def test_a_rank_that_cannot_start_a_thread_is_the_error_of_all(preloaded):
+    told = run_ranks(_without_threads, 3, preloaded, backend="torchtp", fresh=True)
+    (error,) = {error for errors in told for error in errors}
+    assert "rank 1 cannot start a thread for what it does not wait for: Resource temporarily unavailable" in error
 
 
-def _without_callers(library):
-    with broken(library, "no_callers") if dist.get_rank() == 0 else contextlib.nullcontext():
-        with pytest.raises(dist.DistBackendError) as raised:
-            dist.new_group()
-    return str(raised.value)
+def _with_descriptors(rank, port, victim, left):
+    """The victim has `left` descriptors while the group is made."""
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    if rank == victim:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+        taken = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for descriptor in taken[:left]:
+            os.close(descriptor)
+    dist.init_process_group("torchtp", store=store, rank=rank, world_size=3)
 
 
-def test_a_rank_without_a_descriptor_for_its_callers_is_the_error_of_all(preloaded):
-    errors = run_ranks(_without_callers, 3, preloaded, backend="torchtp", fresh=True)
-    assert len(set(errors)) == 1, errors
-    assert "rank 0 " in errors[0] and "cannot let a rank in: Too many open files" in errors[0]
+def _few_descriptors(victim, left):
+    with served_store() as (_, port):
+        return forked(3, _with_descriptors, port, victim, left)
+
+
+@pytest.mark.parametrize(
+    "victim, left, what",
+    [
+        (0, 1, "cannot make an anonymous file (memfd_create): Too many open files"),
+        (0, 2, "cannot let a rank in: Too many open files"),
+        (1, 1, "cannot make a UNIX socket: Too many open files"),
+        (1, 2, "it has no descriptor left to take the segment with (ulimit -n)"),
+    ],
+)
+def test_a_rank_with_few_descriptors_is_the_error_of_all(victim, left, what):
+    (errors,) = run_ranks(_few_descriptors, 1, victim, left, backend=None)
+    assert errors == [f"torchtp: rank {victim} cannot find out who is on its host: {what}"] * 3

@@ -100,7 +100,7 @@ void Handover::serve(const Fd& file, int count, const Deadline& deadline) {
   }
 }
 
-Receiver::Receiver(const std::string& address) : socket_(Fd::unix_socket()) {
+Receiver::Receiver(const std::string& address, Fd socket) : socket_(std::move(socket)) {
   if (address.size() != 2 * kTokenLength) throw Error("rank 0 gave no address to fetch the segment from");
   sockaddr_un name;
   const socklen_t length = abstract_address(address.substr(0, kTokenLength), name);
@@ -120,6 +120,9 @@ Fd Receiver::receive(const Deadline& deadline) {
   wait_readable(socket_, deadline, "waiting for the segment from rank 0");
   DescriptorMessage message;
   const ssize_t got = recvmsg(socket_.get(), &message.header, MSG_CMSG_CLOEXEC);
+  if (got == 1 && (message.header.msg_flags & MSG_CTRUNC) != 0) {
+    throw Error("it has no descriptor left to take the segment with (ulimit -n)");
+  }
   const cmsghdr* const entry = got == 1 ? CMSG_FIRSTHDR(&message.header) : nullptr;
   if (!entry || entry->cmsg_type != SCM_RIGHTS || entry->cmsg_len != CMSG_LEN(sizeof(int))) {
     throw Error("rank 0 hung up instead of handing over the segment");

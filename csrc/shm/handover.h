@@ -25,7 +25,7 @@ class Handover {
 // The other ranks' side: greet, then (when rank 0 knows that all have greeted) receive.
 class Receiver {
  public:
-  explicit Receiver(const std::string& address);
+  explicit Receiver(const std::string& address, Fd socket = Fd::unix_socket());
   Fd receive(const Deadline& deadline);
 
  private:

@@ -63,8 +63,9 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
   std::optional<Receiver> receiver;
   const std::vector<std::string> firsts = together(bootstrap, kTrouble, [&] {
     for (int peer = 0; peer < rank; ++peer) {
+      Fd socket = Fd::unix_socket();
       try {
-        receiver.emplace(addresses[peer]);
+        receiver.emplace(addresses[peer], std::move(socket));
         return std::to_string(peer);
       } catch (const Error&) {
         // on another host
@@ -87,7 +88,8 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
     }
     if (!receiver) {
       if (members[rank].size() == 1) return std::string();
-      handover->serve(file_with(addresses[rank]), static_cast<int>(members[rank].size()) - 1, deadline);
+      const std::unique_ptr<Handover> door = std::move(handover);  // closed, whatever fails: who waits at it then knows
+      door->serve(file_with(addresses[rank]), static_cast<int>(members[rank].size()) - 1, deadline);
     } else if (!contains(receiver->receive(deadline), addresses[first_of[rank]])) {
       throw Error(cat("rank ", first_of[rank], " handed over another file than it has"));
     }
