@@ -81,4 +81,6 @@ def _waiting_in_vain():
 def test_a_rank_that_does_not_come_to_its_incarnation_is_named():
     ((first, _, last),) = run_ranks(_waiting_in_vain, 1, backend=None)
     for rank, error in ((0, first), (2, last)):
-        assert f"rank 1 did not come to the creation of the process group within 1 s; rank {rank} waited for it" in error
+        assert (
+            f"rank 1 did not come to the creation of the process group within 1 s; rank {rank} waited for it" in error
+        )

@@ -25,9 +25,7 @@ void Dense::keep_apart(const std::vector<Span>& others, size_t in_place) {
   }
 }
 
-void Dense::store() {
-  overwrite(tensor_, memory_);
-}
+void Dense::store() { overwrite(tensor_, memory_); }
 
 void overwrite(const at::Tensor& tensor, const at::Tensor& contents) {
   if (contents.is_same(tensor)) return;

@@ -35,9 +35,9 @@ void Lifetime::submit(std::function<void()> task) {
 }
 
 void Lifetime::lack_thread(const std::system_error& error) {
-  const std::string why = cat("rank ", engine_->rank(), " cannot start a thread for what it does not wait for: ",
-                              error.code().message(),
-                              " (is the limit of processes reached, ulimit -u or the cgroup's pids.max?)");
+  const std::string why =
+      cat("rank ", engine_->rank(), " cannot start a thread for what it does not wait for: ", error.code().message(),
+          " (is the limit of processes reached, ulimit -u or the cgroup's pids.max?)");
   engine_->abort(why);
   try {
     engine_->check();

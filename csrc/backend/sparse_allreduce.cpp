@@ -59,8 +59,7 @@ void sparse_allreduce(const Call& call, const at::Tensor& tensor) {
     index_parts.push_back(all_indices.select(0, r).narrow(0, 0, num_entries[r]));
     value_parts.push_back(all_values.select(0, r).narrow(0, 0, num_entries[r]));
   }
-  overwrite(tensor,
-            at::sparse_coo_tensor(at::cat(index_parts).t(), at::cat(value_parts), tensor.sizes()).coalesce());
+  overwrite(tensor, at::sparse_coo_tensor(at::cat(index_parts).t(), at::cat(value_parts), tensor.sizes()).coalesce());
 }
 
 }  // namespace torchtp::backend
