@@ -30,6 +30,7 @@ _ALIKE = {
     *(getattr(torch, f"{name}_like") for name in _FACTORIES),
     *(getattr(torch.Tensor, name) for name in words("to type type_as float double half bfloat16 cpu cuda clone")),
 }
+_OFFLOADS = torch.autograd.graph.__name__  # save_on_cpu into pinned memory: what forward saves is to stay cut
 _LEAST_DIMS = 3  # [C, H, W]; masks and tables have fewer, and are wanted whole
 _ALONE = 2  # references to its storage: its own, and that of the object that is asked
 _SET_ITEM = torch.Tensor.__setitem__
@@ -148,7 +149,7 @@ def _watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         if torch.compiler.is_compiling() or not is_running() or "out" in kwargs:
             return made
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(("torch.", "torchtp.")):
+        if caller.startswith(("torch.", "torchtp.")) and caller != _OFFLOADS:
             return made
         return _canvas(made)
 
