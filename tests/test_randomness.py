@@ -111,6 +111,7 @@ WRITTEN_ANEW = {
     "shuffled": lambda x: F.pixel_shuffle(x, 2),
     "softmax of rows": lambda x: x.softmax(2),
     "log softmax of columns": lambda x: x.log_softmax(3),
+    "patches": lambda x: F.unfold(x, 3, padding=1),
     "tokens": lambda x: x.flatten(2).transpose(1, 2),
     "pixels": lambda x: x.permute(2, 3, 0, 1).flatten(0, 1),
     "heads": _heads,

@@ -14,7 +14,7 @@ from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, plain_shard
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.wrapping import wrap, wrap_in_format
 
 aten = torch.ops.aten
 
@@ -101,7 +101,7 @@ def unfold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = [local.size(0), columns, *counts]
     patches = op(local, *_local_params(placements, alongs)).view(own) if 0 not in own else local.new_zeros(own)
     shape = torch.Size([input.size(0), columns, *(along.count for along in alongs)])
-    return aten.view(wrap(patches, mesh, placements, shape), [*shape[:2], shape[2] * shape[3]])
+    return aten.view(wrap_in_format(patches, mesh, placements, shape), [*shape[:2], shape[2] * shape[3]])
 
 
 @spatial_rule("col2im")
