@@ -10,8 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
-atomic_int no_memory;      // every reservation fails
-atomic_int no_threads;     // none can be started
+atomic_long no_memory;     // every reservation fails
+atomic_long no_threads;    // none can be started
 atomic_long jump_seconds;  // how far the wall clock jumps, forward and back, whenever it is read
 
 static atomic_long reads;

@@ -16,7 +16,7 @@ from torchtp.testing import run_ranks
 @contextlib.contextmanager
 def broken(library, name):
     """The variable of the preloaded library is set in this process until the block ends."""
-    variable = ctypes.c_int.in_dll(ctypes.CDLL(library), name)
+    variable = ctypes.c_long.in_dll(ctypes.CDLL(library), name)
     variable.value = 1
     try:
         yield
