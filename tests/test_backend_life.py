@@ -213,7 +213,8 @@ def _a_group_of_a_forked_child():
 
 
 def test_a_forked_child_may_make_a_group_and_end_it_with_the_inherited_one():
-    run_ranks(_a_group_of_a_forked_child, 2, backend="torchtp")
+    # Fresh ones: the child would end groups of gloo, which earlier tests left, and gloo joins threads that it has not.
+    run_ranks(_a_group_of_a_forked_child, 2, backend="torchtp", fresh=True)
 
 
 _FORKS = """

@@ -23,7 +23,7 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
-from torchtp.dtensor.wrapping import Function, dense_stride, in_order, on_mesh, same_order, wrap
+from torchtp.dtensor.wrapping import Function, in_order, on_mesh, wrap
 
 functional = torch.ops._c10d_functional
 
@@ -130,9 +130,11 @@ def recut(local: torch.Tensor, spec: DTensorSpec, placements: Placements) -> tor
     if not axes_of(spec.mesh).ranks:
         return redistributed(local, spec, placements)
     cut_anew = _cut_anew(local, spec, spec.tensor_meta.shape, placements)
-    # What was sent lies in the order of its dims. What is not dense was not sent: it is a view, and stays one.
-    dense = same_order(cut_anew.shape, cut_anew.stride(), dense_stride(cut_anew.shape, cut_anew.stride()))
-    return in_order(cut_anew, spec.tensor_meta.stride) if dense else cut_anew
+    # What was sent lies in the order of its dims, on ranks with gaps or without; slices of what was whole stay views.
+    sliced = all(
+        now == then or isinstance(now, Replicate) for now, then in zip(spec.placements, placements, strict=True)
+    )
+    return cut_anew if sliced else in_order(cut_anew, spec.tensor_meta.stride)
 
 
 def _cut_anew(local: torch.Tensor, spec: DTensorSpec, shape: torch.Size, placements: Placements) -> torch.Tensor:
