@@ -1,6 +1,6 @@
 """What goes wrong around a group (its store, its ranks while it is made, memory) is one clear error on all ranks."""
 
-import ctypes
+import contextlib
 import datetime
 import os
 import resource
@@ -12,53 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked, served_store
+from preloading import broken
+from stores import Store, at_call
 
 from torchtp.testing import run_ranks
 
 SOON = datetime.timedelta(seconds=4)  # a busy machine may keep a rank for seconds
 LATE = datetime.timedelta(seconds=300)
 WORDS = 9  # that each rank says to the others while a group is made
-
-
-class Store(dist.Store):
-    """Hands everything on to another store, after telling `before` of it."""
-
-    def __init__(self, inner, before):
-        super().__init__()
-        self.inner, self.before = inner, before
-
-    def set(self, key, value):
-        self.before("set")
-        self.inner.set(key, value)
-
-    def get(self, key):
-        self.before("get")
-        return self.inner.get(key)
-
-    def add(self, key, value):
-        self.before("add")
-        return self.inner.add(key, value)
-
-    def check(self, keys):
-        self.before("check")
-        return self.inner.check(keys)
-
-    def wait(self, keys, *timeout):
-        self.before("wait")
-        self.inner.wait(keys, *timeout)
-
-
-def at_call(number, kind, then):
-    """Does `then` before the number-th call of that kind, counted from 1."""
-    seen = 0
-
-    def before(called):
-        nonlocal seen
-        seen += called == kind
-        if called == kind and seen == number:
-            then()
-
-    return before
 
 
 def client(port, *prefix):
@@ -286,10 +247,6 @@ def test_a_rank_without_address_space_is_the_error_of_all():
         assert part in errors[0]
 
 
-def _break(library, name, value):
-    ctypes.c_long.in_dll(ctypes.CDLL(library), name).value = value
-
-
 def _messages(rank, group):
     sending = dist.isend(torch.ones(100_000), (rank + 1) % 3, group=group)
     dist.recv(torch.empty(100_000), (rank - 1) % 3, group=group)
@@ -310,17 +267,13 @@ def _new_group(rank, group):
 def _without_memory(library, call):
     rank, group = dist.get_rank(), dist.new_group(timeout=LATE)
     backend = group._get_backend(torch.device("cpu"))
-    if rank == 0:
-        _break(library, "no_memory", 1)
-    try:
+    with broken(library, "no_memory") if rank == 0 else contextlib.nullcontext():
         lent = backend.allocate_tensor(1000, dtype=torch.float32, device=torch.device("cpu")).fill_(rank)
         dist.all_reduce(lent, group=group)  # from ordinary memory
         assert (lent == 3).all()
         with pytest.raises(dist.DistBackendError) as raised:
             call(rank, group)
         return str(raised.value)
-    finally:
-        _break(library, "no_memory", 0)
 
 
 @pytest.mark.parametrize("call", [_messages, _pull, _new_group])
@@ -332,9 +285,13 @@ def test_memory_that_ends_is_the_error_of_all(preloaded, call):
 
 
 def _under_a_jumping_clock(library):
+    with broken(library, "jump_seconds", 86400):
+        _wait_in_all_ways()
+
+
+def _wait_in_all_ways():
     """Waits that spin, sleep and end by their timeout."""
     rank = dist.get_rank()
-    _break(library, "jump_seconds", 86400)
     first = time.time()
     assert abs(time.time() - first) > 3600
     group = dist.new_group(timeout=SOON)

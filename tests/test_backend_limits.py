@@ -1,7 +1,6 @@
 """A rank whose process has reached a limit of its machine is one clear error on all ranks, or does without."""
 
 import contextlib
-import ctypes
 import os
 import resource
 
@@ -9,19 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked, served_store
+from preloading import broken
 
 from torchtp.testing import run_ranks
-
-
-@contextlib.contextmanager
-def broken(library, name):
-    """The variable of the preloaded library is set in this process until the block ends."""
-    variable = ctypes.c_long.in_dll(ctypes.CDLL(library), name)
-    variable.value = 1
-    try:
-        yield
-    finally:
-        variable.value = 0
 
 
 def _all_reduce(group):

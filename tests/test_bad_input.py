@@ -184,12 +184,17 @@ def test_what_cannot_see_through_it_is_told():
     run_ranks(_seen_through, 2, timeout=LIMIT)
 
 
-def _call_in_another_way(axes, how):
-    """What calling it raises, on this rank, if rank 0 alone does so in another way."""
+def _called_once(axes):
     layout = make_layout(axes)
     model = torchtp.parallelize(nn.Conv2d(2, 3, 3, padding=1), layout)
     images = torch.zeros(2, 2, 8, 8)
     model(images).sum().backward()
+    return layout, model, images
+
+
+def _call_in_another_way(axes, how):
+    """What calling it raises, on this rank, if rank 0 alone does so in another way."""
+    _, model, images = _called_once(axes)
     with contextlib.ExitStack() as stack, pytest.raises(ValueError) as caught:
         if dist.get_rank() == 0 and how == "evaluates":
             model.eval()
@@ -221,10 +226,7 @@ def test_one_rank_calls_it_in_another_way(axes, how, text):
 
 def _average_other_gradients(axes, how):
     """What all ranks of one data rank do."""
-    layout = make_layout(axes)
-    model = torchtp.parallelize(nn.Conv2d(2, 3, 3, padding=1), layout)
-    images = torch.zeros(2, 2, 8, 8)
-    model(images).sum().backward()
+    layout, model, images = _called_once(axes)
     with contextlib.ExitStack() as stack, pytest.raises(ValueError) as caught:
         if layout.data_rank == 1 and how == "no_sync":
             stack.enter_context(torchtp.no_sync(model))

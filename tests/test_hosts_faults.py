@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from stores import Store, at_call
 from test_backend_errors import _error_of
-from test_backend_faults import Store, at_call
 from test_backend_signals import Impatient, raise_impatience, ticking
 
 from torchtp import testing

@@ -8,32 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked, served_store
+from stores import Store, at_call
 
 from torchtp import incarnations
 from torchtp.testing import run_ranks
 
 
-class Struck(dist.Store):
-    """A store whose process is killed before it asks for the `left`-th time whether a key is there."""
-
-    def __init__(self, inner, left):
-        super().__init__()
-        self.inner, self.left = inner, left
-
-    def set(self, key, value):
-        self.inner.set(key, value)
-
-    def get(self, key):
-        return self.inner.get(key)
-
-    def add(self, key, value):
-        return self.inner.add(key, value)
-
-    def check(self, keys):
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.inner.check(keys)
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _client(port):
@@ -45,11 +27,12 @@ def _lives(rank, port, ends):
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # of this process alone
     if ends == "before any group" and rank == 2:
         return None
-    store = Struck(_client(port), {"before any group": 3, "in the making of a group": 12}.get(ends, 0))
+    last_look = {"before any group": 3, "in the making of a group": 12}.get(ends, 0)
+    store = Store(_client(port), at_call(last_look, "check", _die))
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group("torchtp", store=store, rank=rank, world_size=3, timeout=timeout)
     if ends == "before another group" and rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die()
     group = dist.new_group()
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)

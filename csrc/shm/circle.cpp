@@ -33,7 +33,7 @@ std::vector<Circle::Link> find_circle(int asking, uint64_t missing, const WaitsO
     for (const ToldWait& wait : waits_of(met[i])) {
       if (!wait.is_blocking()) continue;
       const Circle::Link link{met[i], met[i], wait};
-      if (wait.for_ranks >> asking & 1) {
+      if (wait.blocks_for(asking)) {
         std::vector<Circle::Link> links{link};
         while ((missing >> links.back().rank & 1) == 0) links.push_back(missed_by[links.back().rank]);
         std::reverse(links.begin(), links.end());
@@ -55,7 +55,7 @@ bool goes_on(const std::vector<Circle::Link>& links, int asking, uint64_t missin
     const int next = i + 1 < links.size() ? links[i + 1].rank : asking;
     const std::vector<ToldWait> waits = waits_of(links[i].rank);
     const bool found = std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) {
-      return wait.since_ns == links[i].wait.since_ns && wait.is_blocking() && (wait.for_ranks >> next & 1) != 0;
+      return wait.since_ns == links[i].wait.since_ns && wait.blocks_for(next);
     });
     if (!found) return false;
   }

@@ -78,9 +78,8 @@ std::chrono::nanoseconds Stall::deadlock_age() const {
 }
 
 bool Stall::waits_for_us(const std::vector<ToldWait>& waits) const {
-  return wait_.is_blocked && std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) {
-           return wait.is_blocking() && (wait.for_ranks >> wait_.rank & 1) != 0;
-         });
+  return wait_.is_blocked &&
+         std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) { return wait.blocks_for(wait_.rank); });
 }
 
 std::string Stall::state_of(int rank, const std::vector<ToldWait>& waits) const {

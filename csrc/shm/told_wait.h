@@ -17,6 +17,7 @@ struct ToldWait {
   char missing[40] = {};    // "ranks 2, 3", as they are called in the wait's own group; empty where `call` says it
 
   bool is_blocking() const { return is_blocked != 0 && failed_ns == 0; }
+  bool blocks_for(int rank) const { return is_blocking() && (for_ranks >> rank & 1) != 0; }
 };
 
 // The oldest waits of a rank.

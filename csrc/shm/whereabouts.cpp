@@ -131,8 +131,11 @@ bool Whereabouts::follow(const Group& group, uint64_t missing, Circle& circle) c
   const Member* const here = find(group);
   const auto missed_in = [&](const Member& there) { return renumbered(missing, here->processes, there.processes); };
   const auto told_in = [](const Member& there) {
-    return
-        [&group = *there.group](int rank) { return group.runs(rank) ? group.waits_of(rank) : std::vector<ToldWait>(); };
+    return [&group = *there.group](int rank) {
+      std::vector<ToldWait> waits = group.waits_of(rank);
+      if (!waits.empty() && !group.runs(rank)) waits.clear();  // asked last: it takes calls of the system
+      return waits;
+    };
   };
   const Member* const before = circle.links.empty() ? nullptr : find(*circle.group);
   if (before && goes_on(circle.links, before->group->rank(), missed_in(*before), told_in(*before))) return true;
