@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_named_with_the_bucket_it_is_missing_from():
         assert part in errors[0][0], errors[0][0]
 
 
-def _crossed(members):
+def _crossed(members, asynchronous):
     """Rank 1 comes to the other group first; all end in the same error of the one."""
     one = dist.new_group(timeout=datetime.timedelta(seconds=3))
     other = dist.new_group(members)
@@ -61,15 +61,19 @@ def _crossed(members):
     for group in (other, one) if rank == 1 else (one, other):
         try:
             if group is one or rank in members:
-                dist.all_reduce(tensor, group=group)
+                work = dist.all_reduce(tensor, group=group, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
         except dist.DistBackendError as raised:
             error = str(raised)
     return error, dist.distributed_c10d._get_process_group_name(other) if rank in members else None
 
 
-@pytest.mark.parametrize("members", [[0, 1], [1, 2]])
-def test_ranks_that_call_on_groups_in_another_order_are_named_with_both_groups(members):
-    told = run_ranks(_crossed, max(members) + 1, members, backend="torchtp")
+@pytest.mark.parametrize(
+    ("members", "asynchronous"), [([0, 1], False), ([0, 1], True), ([1, 2], False)], ids=["two", "works", "three"]
+)
+def test_ranks_that_call_on_groups_in_another_order_are_named_with_both_groups(members, asynchronous):
+    told = run_ranks(_crossed, max(members) + 1, members, asynchronous, backend="torchtp")
     assert len({error for error, _ in told}) == 1, told
     error, name = told[1]
     parts = [

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "backend/gil.h"
@@ -53,7 +54,11 @@ void Lifetime::run(uint64_t sequence, const std::function<void()>& task) {
 
 // `where` this rank waits until it is the task's turn.
 void Lifetime::run_after(const std::function<std::string()>& where, const std::function<void()>& task) {
-  runner_.run(task, [&] { engine_->handle_signals(where); });
+  std::optional<shm::FirstThreadWaits> wait;
+  runner_.run(task, [&] {
+    if (!wait) wait.emplace(engine_->host());
+    engine_->handle_signals(where);
+  });
 }
 
 void Lifetime::end(const std::string& error) {

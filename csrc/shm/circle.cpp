@@ -49,13 +49,15 @@ std::vector<Circle::Link> find_circle(int asking, uint64_t missing, const WaitsO
   return {};
 }
 
-bool goes_on(const std::vector<Circle::Link>& links, int asking, uint64_t missing, const WaitsOf& waits_of) {
+bool goes_on(const Circle& circle, int asking, uint64_t missing, const WaitsOf& waits_of) {
+  const std::vector<Circle::Link>& links = circle.links;
   if (links.empty() || (missing >> links[0].rank & 1) == 0) return false;
   for (size_t i = 0; i < links.size(); ++i) {
     const int next = i + 1 < links.size() ? links[i + 1].rank : asking;
     const std::vector<ToldWait> waits = waits_of(links[i].rank);
     const bool found = std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) {
-      return wait.since_ns == links[i].wait.since_ns && wait.blocks_for(next);
+      if (wait.since_ns != links[i].wait.since_ns) return false;
+      return wait.blocks_for(next) || (circle.is_settled && wait.failed_ns != 0);
     });
     if (!found) return false;
   }

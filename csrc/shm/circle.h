@@ -24,6 +24,7 @@ struct Circle {
   std::string name;              // of that group
   int asking = 0;                // as it is called there
   std::vector<Link> links;       // none: there is no circle
+  bool is_settled = false;       // has gone on so long that who fails in it is not expected to come elsewhere then
 
   // "of group 'all' rank 0 waits for rank 1, rank 1 in allreduce #7 (...) of group 'b' for rank 2, rank 2 in ...".
   std::string describe() const;
@@ -35,7 +36,7 @@ using WaitsOf = std::function<std::vector<ToldWait>(int rank)>;
 // A shortest circle for a rank that misses others.
 std::vector<Circle::Link> find_circle(int asking, uint64_t missing, const WaitsOf& waits_of);
 
-// Whether the same waits go on.
-bool goes_on(const std::vector<Circle::Link>& links, int asking, uint64_t missing, const WaitsOf& waits_of);
+// Whether the same waits go on; those of a settled circle may have failed since.
+bool goes_on(const Circle& circle, int asking, uint64_t missing, const WaitsOf& waits_of);
 
 }  // namespace torchtp::shm

@@ -186,12 +186,14 @@ class Group : public std::enable_shared_from_this<Group> {
   void handle_signals(const std::function<std::string()>& where);  // for waits elsewhere; see GroupOptions
 
  private:
+  friend class FirstThreadWaits;
   class Arrival;
 
   void compare_fingerprints();
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
   bool keeps_from_running(Awaited& awaited) const;
+  bool is_blocked(Channel channel) const;  // see ToldWait
   void nap_until_ready(Channel channel, Awaited& awaited);
   void report(const std::string& what) const;
   [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause
@@ -207,6 +209,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Heap> heap_;
   Staging staging_;
   std::atomic<uint32_t> crowded_waits_{0};  // for a rank on the same core
+  std::atomic<bool> first_thread_waits_{false};
   std::atomic<int64_t> timeout_ms_;
   uint64_t round_ = 0;
   Fingerprint fingerprint_;  // mine of this round
@@ -214,6 +217,19 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<Announced> announced_;         // by all ranks for the last round, read once from shared memory
   uint64_t arrived_at_ = making().sequence;  // the sequence number of arrivals_
   std::vector<int64_t> arrivals_;
+};
+
+// While it lives, the first thread of the process, if that has made it, waits for rounds of the group that another
+// thread makes in turn.
+class FirstThreadWaits {
+ public:
+  explicit FirstThreadWaits(std::shared_ptr<Group> group);
+  ~FirstThreadWaits();
+  FirstThreadWaits(const FirstThreadWaits&) = delete;
+  FirstThreadWaits& operator=(const FirstThreadWaits&) = delete;
+
+ private:
+  const std::shared_ptr<Group> group_;  // null on another thread
 };
 
 }  // namespace torchtp::shm

@@ -57,7 +57,9 @@ std::string sentence(const std::vector<std::string>& parts) {
 
 }  // namespace
 
-void Stall::look(Awaited& awaited) {
+void Stall::look(Awaited& awaited, bool is_blocked) {
+  is_blocked_ = is_blocked;
+  if (!is_blocked_) circle_ = {};
   const Clock::time_point now = Clock::now();
   if (now - looked_at_ < kBetweenLooks) return;
   looked_at_ = now;
@@ -70,16 +72,18 @@ void Stall::look(Awaited& awaited) {
     if (!stopped) at = {};
     if (stopped && at == Clock::time_point{}) at = now;
   }
-  if (wait_.is_blocked && !follow_(missing, circle_)) circle_seen_at_ = now;
+  // The first to fail in a circle shall not leave the others to their timeouts.
+  circle_.is_settled = circle_age() >= deadlock_after_ / 2;
+  if (is_blocked_ && !follow_(missing, circle_)) circle_seen_at_ = now;
 }
 
-std::chrono::nanoseconds Stall::deadlock_age() const {
+std::chrono::nanoseconds Stall::circle_age() const {
   return circle_.links.empty() ? std::chrono::nanoseconds{0} : looked_at_ - circle_seen_at_;
 }
 
 bool Stall::waits_for_us(const std::vector<ToldWait>& waits) const {
-  return wait_.is_blocked &&
-         std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) { return wait.blocks_for(wait_.rank); });
+  return is_blocked_ &&
+         std::any_of(waits.begin(), waits.end(), [&](const ToldWait& wait) { return wait.blocks_for(rank_); });
 }
 
 std::string Stall::state_of(int rank, const std::vector<ToldWait>& waits) const {
@@ -128,7 +132,7 @@ std::string Stall::describe(Awaited& awaited, const std::string& time) const {
   if (waiting_for_us != 0) {
     const bool many = (waiting_for_us & (waiting_for_us - 1)) != 0;
     circle = cat(rank_list(waiting_for_us, called_), many ? " wait" : " waits", " there for rank ",
-                 called_.empty() ? wait_.rank : called_[wait_.rank], ", which waits here");
+                 called_.empty() ? rank_ : called_[rank_], ", which waits here");
   } else if (!circle_.links.empty()) {
     circle = circle_.describe();
   }

@@ -72,21 +72,27 @@ bool Group::keeps_from_running(Awaited& awaited) const {
   return false;
 }
 
+bool Group::is_blocked(Channel channel) const {
+  if (channel == Channel::kMailbox) return false;
+  return on_main_thread() || (channel == Channel::kRound && first_thread_waits_.load());
+}
+
 void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   const milliseconds limit = timeout();
   const Deadline deadline(limit);
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
-  const bool is_blocked = channel != Channel::kMailbox && on_main_thread();
   Stall stall(
-      *liveness_, options_.called, {rank_, is_blocked}, [this](int rank) { return waits_of(rank); },
+      *liveness_, options_.called, rank_, [this](int rank) { return waits_of(rank); },
       [this](uint64_t missing, Circle& circle) {
         return options_.whereabouts && options_.whereabouts->follow(*this, missing, circle);
-      });
+      },
+      options_.deadlock_after);
   LongWait long_wait(options_.whereabouts, *this);
   const auto tell = [&] {
     const uint64_t missing = awaited.missing();
-    if (long_wait.tells(missing)) return;
-    Whereabouts::Wait wait{awaited.describe(), "", missing, is_blocked};
+    const bool blocked = is_blocked(channel);
+    if (long_wait.tells(missing, blocked)) return;
+    Whereabouts::Wait wait{awaited.describe(), "", missing, blocked};
     if (channel == Channel::kRound && missing != 0) wait.missing = rank_list(missing, options_.called);
     long_wait.tell(std::move(wait));
   };
@@ -95,12 +101,12 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   nanoseconds longest = kFirstNap / 2;
   const auto look = [&] {
     look_for_trouble(awaited);
-    stall.look(awaited);
+    stall.look(awaited, is_blocked(channel));
     if (options_.whereabouts && stall.age() >= std::min<nanoseconds>(kLongWait, patience / 2)) tell();
     if (deadline.passed()) {
       fail(stall.describe(awaited, cat(in_words(limit), " (the timeout of rank ", called(rank_), ")")));
     }
-    if (stall.deadlock_age() >= options_.deadlock_after) fail(stall.describe(awaited, in_words(stall.age())));
+    if (stall.is_deadlock()) fail(stall.describe(awaited, in_words(stall.age())));
     if (!reported && stall.age() >= patience) {
       reported = true;
       report(stall.describe(awaited, in_words(stall.age())));
@@ -128,6 +134,15 @@ void Group::handle_signals(const std::function<std::string()>& where) {
         cat("rank ", called(rank_), " was interrupted by a signal (", error.what(), ") while it waited in ", where()));
     throw;
   }
+}
+
+FirstThreadWaits::FirstThreadWaits(std::shared_ptr<Group> group)
+    : group_(on_main_thread() ? std::move(group) : nullptr) {
+  if (group_) group_->first_thread_waits_ = true;
+}
+
+FirstThreadWaits::~FirstThreadWaits() {
+  if (group_) group_->first_thread_waits_ = false;
 }
 
 void Group::report(const std::string& what) const {

@@ -138,7 +138,7 @@ bool Whereabouts::follow(const Group& group, uint64_t missing, Circle& circle) c
     };
   };
   const Member* const before = circle.links.empty() ? nullptr : find(*circle.group);
-  if (before && goes_on(circle.links, before->group->rank(), missed_in(*before), told_in(*before))) return true;
+  if (before && goes_on(circle, before->group->rank(), missed_in(*before), told_in(*before))) return true;
   // First this group: its numbers are those of the rest of a message.
   std::vector<const Member*> members{here};
   for (const Member& each : members_) {
@@ -166,9 +166,10 @@ LongWait::~LongWait() {
 }
 
 void LongWait::tell(Whereabouts::Wait wait) {
-  if (!whereabouts_ || tells(wait.for_ranks)) return;
+  if (!whereabouts_ || tells(wait.for_ranks, wait.is_blocked)) return;
   wait.since_ns = since_ns_;
   for_ranks_ = wait.for_ranks;
+  is_blocked_ = wait.is_blocked;
   if (id_ == 0) {
     id_ = whereabouts_->begin(group_, std::move(wait));
   } else {

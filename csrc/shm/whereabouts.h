@@ -71,9 +71,11 @@ class LongWait {
   LongWait(const LongWait&) = delete;
   LongWait& operator=(const LongWait&) = delete;
 
-  // Is told anew only where it waits for others than before. `since_ns` is the birth of this object.
+  // Is told anew only where it waits otherwise than before. `since_ns` is the birth of this object.
   void tell(Whereabouts::Wait wait);
-  bool tells(uint64_t for_ranks) const { return id_ != 0 && for_ranks_ == for_ranks; }
+  bool tells(uint64_t for_ranks, bool is_blocked) const {
+    return id_ != 0 && for_ranks_ == for_ranks && is_blocked_ == is_blocked;
+  }
   void end() noexcept;  // what was waited for has come
 
  private:
@@ -82,6 +84,7 @@ class LongWait {
   const int64_t since_ns_;
   uint64_t id_ = 0;  // 0: nothing has been told
   uint64_t for_ranks_ = 0;
+  bool is_blocked_ = false;
 };
 
 }  // namespace torchtp::shm

@@ -5,6 +5,7 @@
 #include <csignal>
 #include <fstream>
 #include <iterator>
+#include <map>
 
 #include "check.h"
 #include "core/format.h"
@@ -155,12 +156,15 @@ void a_wait_of_another_thread_is_no_deadlock() {
   });
 }
 
-// Exchanges of halos as well as rounds, here of one group that rank 0 calls on with a halo and rank 1 with a round.
+// Exchanges of halos as well as rounds, here of one group that rank 0 calls on with a halo and rank 1 with a round; and
+// rounds that another thread makes for the first one.
 void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
   struct Nowhere : torchtp::exchange::Sink {
     void write(uint32_t, size_t, const std::byte*, size_t) override {}
   };
-  for (const bool halo : {false, true}) {
+  enum class Of { kRound, kHalo, kWorker };  // what rank 0 waits in
+  for (const Of of : {Of::kRound, Of::kHalo, Of::kWorker}) {
+    const bool halo = of == Of::kHalo;
     run_processes(2, [&](Bootstrap& bootstrap) {
       const auto whereabouts = std::make_shared<Whereabouts>();
       const auto make = [&](const std::string& name) {
@@ -177,6 +181,11 @@ void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
         torchtp::exchange::ShmExchange exchange(one);
         error = error_of([&] { exchange.finish(exchange.start({}, {{1, 256, std::make_shared<Nowhere>()}})); });
         CHECK_CONTAINS(error, "256 bytes from rank 1");
+      } else if (of == Of::kWorker) {
+        const FirstThreadWaits wait(one);
+        std::thread worker([&] { error = error_of([&] { one->round(step(1)); }); });
+        worker.join();
+        CHECK_CONTAINS(error, "call #1");
       } else {
         error = error_of([&] { one->round(step(1)); });
         CHECK_CONTAINS(error, "call #1");
@@ -220,6 +229,30 @@ void ranks_that_wait_in_a_circle_fail_long_before_the_timeout() {
     const auto told = bootstrap.all_gather(error.find(words + ": unless ") == std::string::npos ? "" : "circle");
     CHECK(std::count(told.begin(), told.end(), "circle") > 0);
   });
+}
+
+// Rank 0 misses 1, which waits for 2, which waits for 0.
+void who_fails_in_a_circle_ends_it_unless_it_has_gone_on_for_long() {
+  std::map<int, ToldWait> told;
+  for (const int rank : {1, 2}) {
+    told[rank].since_ns = 10 * rank;
+    told[rank].is_blocked = 1;
+    told[rank].for_ranks = rank == 1 ? 0b100 : 0b001;
+  }
+  const auto waits_of = [&](int rank) { return std::vector<ToldWait>{told.at(rank)}; };
+  Circle circle;
+  circle.links = find_circle(0, 0b010, waits_of);
+  CHECK(circle.links.size() == 2);
+  for (const bool is_settled : {false, true}) {
+    circle.is_settled = is_settled;
+    told[2].failed_ns = 0;
+    CHECK(goes_on(circle, 0, 0b010, waits_of));
+    told[2].failed_ns = 30;
+    CHECK(goes_on(circle, 0, 0b010, waits_of) == is_settled);
+    CHECK(find_circle(0, 0b010, waits_of).empty());
+  }
+  told[2].since_ns = 21;  // it has failed, and waits elsewhere
+  CHECK(!goes_on(circle, 0, 0b010, waits_of));
 }
 
 // What a stopped rank has told may be long past.
@@ -342,6 +375,8 @@ int main() {
        ranks_that_wait_for_each_other_fail_long_before_the_timeout},
       {"ranks that wait in a circle fail long before the timeout",
        ranks_that_wait_in_a_circle_fail_long_before_the_timeout},
+      {"who fails in a circle ends it unless it has gone on for long",
+       who_fails_in_a_circle_ends_it_unless_it_has_gone_on_for_long},
       {"a rank that waits and is stopped is in no deadlock", a_rank_that_waits_and_is_stopped_is_in_no_deadlock},
       {"a wait that failed is told until its group ends", a_wait_that_failed_is_told_until_its_group_ends},
       {"a rank that waits for a message of the same group is told of",
