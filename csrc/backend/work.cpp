@@ -48,17 +48,17 @@ void TorchtpWork::catch_up() {
 
 bool TorchtpWork::wait(std::chrono::milliseconds timeout) {
   catch_up();
-  return wait_for_others(timeout, true);
+  return wait_for_others(timeout, timeout == kNoTimeout);  // who waits for a while only goes on elsewhere then
 }
 
-bool TorchtpWork::wait_for_others(std::chrono::milliseconds timeout, bool in_rounds) {
+bool TorchtpWork::wait_for_others(std::chrono::milliseconds timeout, bool for_rounds) {
   const auto engine = engine_.lock();
   if (!engine || !on_main_thread()) return Work::wait(timeout);
   const auto where = [&] { return cat(name_of(retrieveOpType()), " #", sequence_); };
   std::optional<shm::FirstThreadWaits> wait;
   const auto look = [&] {
     refuse_in_signal_handler("wait()");
-    if (in_rounds && !wait) wait.emplace(engine->host());
+    if (for_rounds && !wait) wait.emplace(engine->host());
     engine->handle_signals(where);
   };
   std::unique_lock<std::mutex> lock(mutex_);

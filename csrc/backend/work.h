@@ -31,8 +31,8 @@ class TorchtpWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
  protected:
-  // Whoever completes it does so without this thread; `in_rounds`: of the engine's host, see shm::FirstThreadWaits.
-  bool wait_for_others(std::chrono::milliseconds timeout, bool in_rounds = false);
+  // Whoever completes it does so without this thread; `for_rounds`: see shm::FirstThreadWaits.
+  bool wait_for_others(std::chrono::milliseconds timeout, bool for_rounds = false);
 
  private:
   void settle(c10::ivalue::Future& future) const;

@@ -80,6 +80,9 @@ class Awaited {
   virtual uint64_t missing() = 0;  // bit r: rank r has not done its part
   // Whether it cannot happen any more now that these ranks have left.
   virtual bool is_hopeless(uint64_t left) { return (left & missing()) != 0; }
+  // Whether it can only happen once each of the missing ranks calls something. Asked again and again: as long as bytes
+  // move it may happen without.
+  virtual bool needs_all_missing() { return true; }
   virtual std::string describe() = 0;            // what is waited for: "allreduce #7 (...)"
   virtual std::string describe_peer(int rank) {  // what that rank does instead, if known: "last called ..."
     (void)rank;
@@ -193,7 +196,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
   bool keeps_from_running(Awaited& awaited) const;
-  bool is_blocked(Channel channel) const;  // see ToldWait
+  bool is_blocked(Channel channel, Awaited& awaited) const;  // see ToldWait
   void nap_until_ready(Channel channel, Awaited& awaited);
   void report(const std::string& what) const;
   [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause

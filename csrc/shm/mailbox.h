@@ -10,6 +10,8 @@
 
 namespace torchtp::shm {
 
+class Messages;
+
 // Point-to-point messages with tags between the ranks of a group, on rings of their own. One mailbox a group.
 //
 // Operations are posted, then waited for. Posting moves what can be moved at once; every wait moves all posted
@@ -50,17 +52,16 @@ class Mailbox {
   int recv_any(int32_t tag, void* data, Contents contents) { return wait(post_recv_any(tag, data, contents)); }
 
  private:
-  struct State;
   class Done;
 
   template <typename Step>
   auto guarded(const Step& step);
-  Ticket post(int peer, int32_t tag, void* data, Contents contents);
+  Ticket post_receive(int peer, int32_t tag, void* data, Contents contents);
   void check_peer(int peer) const;
 
   std::shared_ptr<Group> group_;
   std::mutex mutex_;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<Messages> messages_;
 };
 
 }  // namespace torchtp::shm

@@ -12,8 +12,8 @@ struct ToldWait {
   int64_t since_ns = 0;     // core/clock.h; 0: there is none
   int64_t failed_ns = 0;    // 0: it goes on
   uint64_t for_ranks = 0;   // of the group that it is told in, as far as they are in it
-  uint64_t is_blocked = 0;  // the process' first thread is in the round or exchange, or waits for whoever is in the
-                            // round: that thread will not come elsewhere
+  uint64_t is_blocked = 0;  // the process' first thread waits, or waits for who is in this round: it will not come
+                            // elsewhere before those ranks come here
   char call[184] = {};      // "allreduce #7 (...) of group 'tp'"; where it is told in its own group without that
   char missing[40] = {};    // "ranks 2, 3", as they are called in the wait's own group; empty where `call` says it
 

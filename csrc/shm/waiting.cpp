@@ -72,9 +72,9 @@ bool Group::keeps_from_running(Awaited& awaited) const {
   return false;
 }
 
-bool Group::is_blocked(Channel channel) const {
-  if (channel == Channel::kMailbox) return false;
-  return on_main_thread() || (channel == Channel::kRound && first_thread_waits_.load());
+bool Group::is_blocked(Channel channel, Awaited& awaited) const {
+  const bool first_waits = on_main_thread() || (channel == Channel::kRound && first_thread_waits_.load());
+  return first_waits && awaited.needs_all_missing();
 }
 
 void Group::nap_until_ready(Channel channel, Awaited& awaited) {
@@ -88,9 +88,8 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
       },
       options_.deadlock_after);
   LongWait long_wait(options_.whereabouts, *this);
-  const auto tell = [&] {
+  const auto tell = [&](bool blocked) {
     const uint64_t missing = awaited.missing();
-    const bool blocked = is_blocked(channel);
     if (long_wait.tells(missing, blocked)) return;
     Whereabouts::Wait wait{awaited.describe(), "", missing, blocked};
     if (channel == Channel::kRound && missing != 0) wait.missing = rank_list(missing, options_.called);
@@ -101,8 +100,9 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   nanoseconds longest = kFirstNap / 2;
   const auto look = [&] {
     look_for_trouble(awaited);
-    stall.look(awaited, is_blocked(channel));
-    if (options_.whereabouts && stall.age() >= std::min<nanoseconds>(kLongWait, patience / 2)) tell();
+    const bool blocked = is_blocked(channel, awaited);
+    stall.look(awaited, blocked);
+    if (options_.whereabouts && stall.age() >= std::min<nanoseconds>(kLongWait, patience / 2)) tell(blocked);
     if (deadline.passed()) {
       fail(stall.describe(awaited, cat(in_words(limit), " (the timeout of rank ", called(rank_), ")")));
     }

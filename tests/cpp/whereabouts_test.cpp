@@ -156,15 +156,15 @@ void a_wait_of_another_thread_is_no_deadlock() {
   });
 }
 
-// Exchanges of halos as well as rounds, here of one group that rank 0 calls on with a halo and rank 1 with a round; and
-// rounds that another thread makes for the first one.
+// Halos and messages as well as rounds, here of one group that rank 0 calls on with one of them and rank 1 with a
+// round; and rounds that another thread makes for the first one.
 void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
   struct Nowhere : torchtp::exchange::Sink {
     void write(uint32_t, size_t, const std::byte*, size_t) override {}
   };
-  enum class Of { kRound, kHalo, kWorker };  // what rank 0 waits in
-  for (const Of of : {Of::kRound, Of::kHalo, Of::kWorker}) {
-    const bool halo = of == Of::kHalo;
+  enum class Of { kRound, kHalo, kMessage, kWorker };  // what rank 0 waits in
+  for (const Of of : {Of::kRound, Of::kHalo, Of::kMessage, Of::kWorker}) {
+    const bool one_group = of == Of::kHalo || of == Of::kMessage;
     run_processes(2, [&](Bootstrap& bootstrap) {
       const auto whereabouts = std::make_shared<Whereabouts>();
       const auto make = [&](const std::string& name) {
@@ -175,9 +175,14 @@ void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
       const auto one = make("one"), other = make("other");
       std::string error;
       if (bootstrap.rank() == 1) {
-        error = error_of([&] { (halo ? one : other)->round(step(1)); });
+        error = error_of([&] { (one_group ? one : other)->round(step(1)); });
         CHECK_CONTAINS(error, "call #1");
-      } else if (halo) {
+      } else if (of == Of::kMessage) {
+        // The first bytes go, the others find no room.
+        std::vector<char> bytes(size_t{1} << 16);
+        error = error_of([&] { Mailbox(one).send(1, 5, bytes.data(), bytes.size()); });
+        CHECK_CONTAINS(error, "call #1");
+      } else if (of == Of::kHalo) {
         torchtp::exchange::ShmExchange exchange(one);
         error = error_of([&] { exchange.finish(exchange.start({}, {{1, 256, std::make_shared<Nowhere>()}})); });
         CHECK_CONTAINS(error, "256 bytes from rank 1");
@@ -191,7 +196,7 @@ void ranks_that_wait_for_each_other_fail_long_before_the_timeout() {
         CHECK_CONTAINS(error, "call #1");
       }
       // Of two groups the one fails first, and the other when its rank leaves.
-      if (halo) CHECK_CONTAINS(error, "that is a deadlock");
+      if (one_group) CHECK_CONTAINS(error, "that is a deadlock");
       check_lacks(error, "the timeout of");
     });
   }
@@ -312,26 +317,34 @@ void a_wait_that_failed_is_told_until_its_group_ends() {
   }
 }
 
+// Of any rank, another one's may come first.
 void a_rank_that_waits_for_a_message_of_the_same_group_is_told_of() {
-  Beside beside(0);
-  enum { kOneWaits };
-  run_processes(2, [&](Bootstrap& bootstrap) {
-    const auto group = Group::create(bootstrap, options("test", std::make_shared<Whereabouts>(),
-                                                        [&](const std::string&) { beside.say(kOneWaits); }));
-    Mailbox mailbox(group);
-    char bytes[3] = {};
-    std::string error;
-    if (bootstrap.rank() == 1) {
-      error = error_of([&] { mailbox.recv(0, 5, bytes, 3); });
-    } else {
-      beside.await(kOneWaits);
-      group->set_timeout(milliseconds(50));
-      error = error_of([&] { group->round(step(1)); });
-    }
-    CHECK_CONTAINS(error, "rank 1 has not arrived after 50 ms");
-    CHECK_CONTAINS(error, "has been in recv of 3 bytes with tag 5 from rank 0 for ");
-    check_lacks(error, "deadlock");
-  });
+  for (const bool from_any : {false, true}) {
+    Beside beside(0);
+    enum { kOneWaits };
+    run_processes(2, [&](Bootstrap& bootstrap) {
+      const auto group = Group::create(bootstrap, options("test", std::make_shared<Whereabouts>(),
+                                                          [&](const std::string&) { beside.say(kOneWaits); }));
+      Mailbox mailbox(group);
+      char bytes[3] = {};
+      std::string error;
+      if (bootstrap.rank() == 1) {
+        error = error_of([&] { from_any ? mailbox.recv_any(5, bytes, 3) : (mailbox.recv(0, 5, bytes, 3), 0); });
+      } else {
+        beside.await(kOneWaits);
+        group->set_timeout(milliseconds(50));
+        error = error_of([&] { group->round(step(1)); });
+      }
+      CHECK_CONTAINS(error, "rank 1 has not arrived after 50 ms");
+      CHECK_CONTAINS(error,
+                     torchtp::cat("has been in recv of 3 bytes with tag 5 from ", from_any ? "any rank" : "rank 0"));
+      if (from_any) {
+        check_lacks(error, "deadlock");
+      } else {
+        CHECK_CONTAINS(error, "; rank 1 waits there for rank 0, which waits here: ");
+      }
+    });
+  }
 }
 
 // More waits than there is room for, with names of any length.
