@@ -27,8 +27,9 @@ def _lives(rank, port, ends):
     os.environ["TORCHELASTIC_RUN_ID"] = "test"  # of this process alone
     if ends == "before any group" and rank == 2:
         return None
-    last_look = {"before any group": 3, "in the making of a group": 12}.get(ends, 0)
-    store = Store(_client(port), at_call(last_look, "check", _die))
+    store = _client(port)
+    if last_look := {"before any group": 3, "in the making of a group": 12}.get(ends):
+        store = Store(store, at_call(last_look, "check", _die))
     timeout = datetime.timedelta(seconds=30)
     dist.init_process_group("torchtp", store=store, rank=rank, world_size=3, timeout=timeout)
     if ends == "before another group" and rank == 2:
@@ -36,6 +37,11 @@ def _lives(rank, port, ends):
     group = dist.new_group()
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
+    if ends == "before a part" and rank == 2:
+        _die()
+    part = dist.group.WORLD.split_group([0, 2], group_name="part")
+    if part is not None:
+        part.allreduce(tensor).wait()
     dist.destroy_process_group()
     return tensor.tolist()
 
@@ -45,11 +51,13 @@ def _dies_and_lives(ends):
         return [forked(3, _lives, port, end) for end in (ends, ends, None, None)]
 
 
-@pytest.mark.parametrize("ends", ["before any group", "in the making of a group", "before another group"])
+@pytest.mark.parametrize(
+    "ends", ["before any group", "in the making of a group", "before another group", "before a part"]
+)
 def test_ranks_that_are_started_again_meet_on_the_same_store(ends):
     ((*dead, fourth, last),) = run_ranks(_dies_and_lives, 1, ends, backend=None, timeout=120)
-    assert all([3.0] * 3 not in life for life in dead)
-    assert fourth == last == [[3.0] * 3] * 3
+    assert all([6.0] * 3 not in life for life in dead)
+    assert fourth == last == [[6.0] * 3, [3.0] * 3, [6.0] * 3]
 
 
 def _waits_in_vain(rank, port):

@@ -69,7 +69,8 @@ def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
     timeout = timeout_of(options.timeout)
     return _make(
         backend_options,
-        _store_of_incarnation(options.store, options.group_rank, options.group_size, timeout),
+        _agreed_incarnation(options.store, options.group_rank, options.group_size, timeout),
+        options.store,
         options.group_rank,
         options.group_size,
         timeout,
@@ -78,24 +79,25 @@ def create(options: Any, backend_options: Any = None) -> _C.TorchtpBackend:
     )
 
 
-def _store_of_incarnation(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    """What only the ranks of this life of the job see of the store.
+def _agreed_incarnation(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
+    """A prefix for what only the ranks of this life of the job see of the store; empty where there is one life.
 
     They agree while the default group is made; of later groups it knows who has died meanwhile, so they ask nobody.
     """
     global _incarnation
     if not incarnations.is_possible():
-        return store
+        return ""
     if _default_group() is not None and _incarnation is not None:
-        return dist.PrefixStore(_incarnation, store)
+        return _incarnation
     incarnation = incarnations.agree(store, rank, size, timeout)
     if not dist.is_initialized():
         _incarnation = incarnation
-    return dist.PrefixStore(incarnation, store)
+    return incarnation
 
 
 def _make(
     backend_options: Any,
+    incarnation: str,
     store: dist.Store,
     rank: int,
     size: int,
@@ -103,8 +105,10 @@ def _make(
     name: str,
     global_ranks: Sequence[int],
 ) -> _C.TorchtpBackend:
+    own_store = dist.PrefixStore(incarnation, store) if incarnation else store
+
     def inner(store_prefix: str) -> Any:
-        inner_store = dist.PrefixStore(store_prefix, store)
+        inner_store = dist.PrefixStore(store_prefix, own_store)
         if os.environ.get(_TEST_INNER) == "gloo":
             return dist.ProcessGroupGloo(inner_store, rank, size, timeout)
         if not dist.is_nccl_available():
@@ -116,11 +120,15 @@ def _make(
         options.group_name = name
         return dist.ProcessGroupNCCL(inner_store, rank, size, options)
 
+    def make_group(store: dist.Store, *args: Any) -> _C.TorchtpBackend:
+        # Who is merged with this group may belong to another job: its global ranks are not known.
+        *_, other_ranks = args
+        return _make(backend_options, incarnation if other_ranks else "", store, *args)
+
     if not 0 <= rank < size:
         raise ValueError(f"a group of {size} has the ranks 0 to {size - 1}, but this one is given rank {rank}")
-    make_group = functools.partial(_make, backend_options)  # for groups that are split off, or merged with others
     return _C.TorchtpBackend(
-        store,
+        own_store,
         rank,
         size,
         timeout,
