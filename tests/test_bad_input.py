@@ -308,11 +308,19 @@ def test_numbers_and_words_are_compared(argument, text):
 def _frozen_later():
     model = torchtp.parallelize(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Conv2d(2, 2, 3)), make_layout({"w": 2}))
     x = torch.rand(1, 3, 8, 8)
-    for _ in range(2):
+
+    def gradients():
+        model.zero_grad()
         model(x).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    gradients()
+    before = gradients()
     model[1].requires_grad_(dist.get_rank() == 0)
     with pytest.raises(ValueError) as caught:
         model(x)
+    model[1].requires_grad_()
+    assert all(map(torch.equal, gradients(), before))  # thawed, it trains on
     return str(caught.value)
 
 

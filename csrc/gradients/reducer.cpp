@@ -90,7 +90,7 @@ void Reducer::reduce() {
 std::optional<at::Tensor> Reducer::clip_norm(double most) {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(!in_pass_, "gradients: gradients are clipped outside backward, when it has reduced them");
-  if (buckets_.empty()) return std::nullopt;
+  if (!is_planned()) return std::nullopt;
   std::vector<at::Tensor> buffers;
   for (const Bucket& bucket : buckets_) {
     buffers.push_back(bucket.gradients());
@@ -116,7 +116,6 @@ void Reducer::prepare() {
   if (in_pass_) return;
   settle();
   listen_to_parameters();
-  follow_parameters();
 }
 
 void Reducer::listen_to_parameters() {
@@ -128,13 +127,16 @@ void Reducer::listen_to_parameters() {
   }
 }
 
-void Reducer::follow_parameters() {
-  // Gradients stay in the old buckets' memory until the next pass plans new ones.
+bool Reducer::is_planned() const {
   const auto has_changed = [this](const Parameter& parameter) {
     if (parameter.tensor.requires_grad() != parameter.travels) return true;
     return parameter.travels && !is_alike(parameter.tensor, buckets_[parameter.bucket].view(parameter.slot));
   };
-  if (!buckets_.empty() && std::any_of(parameters_.begin(), parameters_.end(), has_changed)) buckets_.clear();
+  return !buckets_.empty() && std::none_of(parameters_.begin(), parameters_.end(), has_changed);
+}
+
+void Reducer::follow_parameters() {
+  if (!is_planned()) buckets_.clear();  // gradients stay in their memory until new ones are planned
 }
 
 void Reducer::watch(const at::Tensor& output) {
@@ -159,7 +161,7 @@ void Reducer::reset_statistics() {
 Statistics Reducer::statistics() const {
   std::lock_guard<std::mutex> lock(mutex_);
   Statistics statistics = statistics_;
-  statistics.num_buckets = static_cast<int64_t>(buckets_.size());
+  statistics.num_buckets = is_planned() ? static_cast<int64_t>(buckets_.size()) : 0;
   return statistics;
 }
 
@@ -171,6 +173,7 @@ std::vector<Event> Reducer::events() const {
 std::vector<std::vector<std::string>> Reducer::bucket_names() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::vector<std::string>> names;
+  if (!is_planned()) return names;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     names.emplace_back();
     for (const size_t index : members_[bucket]) names.back().push_back(parameters_[index].name);
@@ -182,7 +185,7 @@ bool Reducer::holds_gradient(size_t index) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const Parameter& parameter = parameters_.at(index);
   const at::Tensor& gradient = parameter.tensor.grad();
-  return !buckets_.empty() && parameter.travels && gradient.defined() &&
+  return is_planned() && parameter.travels && gradient.defined() &&
          is_same_memory(gradient, buckets_[parameter.bucket].view(parameter.slot));
 }
 
