@@ -278,15 +278,16 @@ class _Steered(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(2, 2, 3, padding=1)
 
-    def forward(self, x, *more):
+    def forward(self, x, *more, **named):
         return self.conv(x)
 
 
 def _steered(argument, same):
     model = torchtp.parallelize(_Steered(), make_layout({"w": 2}))
     model(torch.zeros(1, 2, 8, 8), *same)
+    mine = argument[dist.get_rank()]
     with pytest.raises(ValueError) as caught:
-        model(torch.zeros(1, 2, 8, 8), argument[dist.get_rank()])
+        model(torch.zeros(1, 2, 8, 8), **mine) if isinstance(mine, dict) else model(torch.zeros(1, 2, 8, 8), mine)
     return str(caught.value)
 
 
@@ -296,6 +297,7 @@ def _steered(argument, same):
         ((1, 2), "rank 0 has int '1', rank 1 has int '2'"),
         (("bilinear", "nearest"), "rank 0 has str 'bilinear', rank 1 has str 'nearest'"),
         ((True, False), "rank 0 has bool 'True', rank 1 has bool 'False'"),
+        (({"a": 1}, {"b": 1}), "rank 0 has the keywords 'a', rank 1 has the keywords 'b'"),
         ((0.5, 0.75), "a float differs between rank 0 and rank 1, by up to 0.25"),
     ],
     ids=str,

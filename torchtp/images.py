@@ -32,7 +32,7 @@ class Images:
         self._output = output
 
     def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
-        """All tensors, numbers and words among the arguments, and what is wrong with them."""
+        """All tensors, numbers and words among the arguments, their keywords, and what is wrong with them."""
         num_dims = self._num_dims(args, kwargs)
         tensors: list[Described] = []
         try:
@@ -46,12 +46,14 @@ class Images:
                     self._layout.check(leaf)
                 what = (_IMAGE if image else "a tensor") + (" that takes a gradient" if _records(leaf) else "")
                 tensors.append((what + told_format(leaf), leaf.shape, leaf.dtype))
+            if kwargs:
+                tensors.append((f"the keywords {', '.join(map(repr, kwargs))}", torch.Size(), None))
         except ValueError as error:
             return [], str(error)
         return tensors, ""
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_devices: bool) -> Samples:
-        """Some elements of each tensor among the arguments that every rank holds whole, of those on devices if asked for."""
+        """Some elements of each tensor among what `describe` tells that every rank holds whole, of those on devices if asked for."""
 
         def held(leaf: torch.Tensor) -> torch.Tensor | None:
             if isinstance(leaf, DTensor):
@@ -66,7 +68,8 @@ class Images:
             return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else None
 
         leaves = pytree.tree_leaves((args, kwargs))
-        return samples_of([held_of(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, *_PLAIN))])
+        told = [held_of(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, *_PLAIN))]
+        return samples_of([*told, None] if kwargs else told)
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments with the images cut; without communication."""

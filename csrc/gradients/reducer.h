@@ -58,8 +58,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   std::optional<at::Tensor> clip_norm(double most);
   // Outside backward, collective: a pass over what gradients hold now. Starts counting the interval anew.
   void reduce();
-  // Before forward: waits for what a failed backward left under way, and listens to parameters that were cast or thawed.
-  // Buckets follow them in the next pass, when ranks have agreed that all changed alike.
+  // Before forward: waits for what a failed backward left under way, and listens to parameters that were cast or
+  // thawed. Buckets follow them in the next pass, when ranks have agreed that all changed alike.
   void prepare();
   // A backward through `output` is a pass even if it reaches no parameter on this rank.
   void watch(const at::Tensor& output);
