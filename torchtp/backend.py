@@ -121,9 +121,8 @@ def _make(
         return dist.ProcessGroupNCCL(inner_store, rank, size, options)
 
     def make_group(store: dist.Store, *args: Any) -> _C.TorchtpBackend:
-        # Who is merged with this group may belong to another job: its global ranks are not known.
-        *_, other_ranks = args
-        return _make(backend_options, incarnation if other_ranks else "", store, *args)
+        # Global ranks come last; of a merged group, some of which may belong to another job, none are known.
+        return _make(backend_options, incarnation if args[-1] else "", store, *args)
 
     if not 0 <= rank < size:
         raise ValueError(f"a group of {size} has the ranks 0 to {size - 1}, but this one is given rank {rank}")

@@ -105,7 +105,7 @@ class Messages {
     std::deque<SetAside> aside;
     uint64_t sent = 0;
     uint64_t received = 0;
-    uint64_t moves = 1;
+    uint64_t moves = 1;  // not 0: to who has not asked before it is news
   };
 
   static bool fits(const Posted& receive, int peer, int32_t tag);
