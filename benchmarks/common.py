@@ -83,6 +83,17 @@ def _rank_main(
         dist.destroy_process_group()
 
 
+def commit() -> str:
+    """The checkout's commit, marked as dirty where anything but results was changed since: those of the run before."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=here).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
+    return git("describe", "--always") + ("-dirty" if changed else "")
+
+
 def machine() -> dict[str, Any]:
     """Where and with what something was measured."""
     model = "unknown"
@@ -92,13 +103,6 @@ def machine() -> dict[str, Any]:
             line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else platform.machine()
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -107,7 +111,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchtp": torchtp.__version__,
-        "commit": described.stdout.strip(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from rules import DATA_W, H2, HW, W2, W3, check, num_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -259,6 +259,43 @@ def run_few(name, mesh):
 @pytest.mark.parametrize("name", FEW)
 def test_what_is_reduced_over_few_rows_stays_cut(name, mesh):
     run_ranks(run_few, num_ranks(mesh), name, mesh)
+
+
+def run_gradients_of_sums():
+    """Placements that gradients of cut tensors had when a sum, a mean or both of another tensor made them."""
+    device_mesh = init_device_mesh("cpu", (2, 2))
+    torchtp.dtensor.mark(device_mesh, [1])
+    tensor = distribute_tensor(torch.randn(IMAGE).double(), device_mesh, [Shard(0), Shard(2)], src_data_rank=None)
+    seen = []
+    sums = [
+        lambda x: x.mean(), lambda x: x.sum((2, 3)), lambda x: x.mean((1, 2, 3), keepdim=True),
+        lambda x: x.sum(2), lambda x: x.sum(3), lambda x: F.adaptive_avg_pool2d(x, 1),
+    ]  # fmt: skip
+    for function in sums:
+        x = (tensor * 1).requires_grad_()
+        function(x).pow(2).sum().backward()
+        seen.append(tuple(x.grad.placements))
+    return seen
+
+
+def test_gradient_of_a_sum_is_cut_as_what_was_summed():
+    assert run_ranks(run_gradients_of_sums, 4) == [[(Shard(0), Shard(2))] * 6] * 4
+
+
+def run_sums_of_one_shape():
+    device_mesh = init_device_mesh("cpu", (2,))
+    torchtp.dtensor.mark(device_mesh, [0])
+    image = torch.randn(1, 4, 6, 6).double()
+    made = [[Shard(2)], [Replicate()], [Shard(3)], [Shard(2)]]
+    tensors = [distribute_tensor(image, device_mesh, place, src_data_rank=None).requires_grad_() for place in made]
+    with torchtp.strict():
+        sum((i + 1) * t.mean() for i, t in enumerate(tensors)).backward()
+    return [float((t.grad.full_tensor() - (i + 1) / image.numel()).abs().max()) for i, t in enumerate(tensors)]
+
+
+def test_sums_of_tensors_of_one_shape_that_are_cut_otherwise():
+    for errors in run_ranks(run_sums_of_one_shape, 2):
+        assert max(errors) < 1e-15, errors
 
 
 def run_prelu():

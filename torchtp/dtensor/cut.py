@@ -54,6 +54,7 @@ class Axes:
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
     picked_from: dict[torch.Size, Placements] = field(default_factory=dict)  # see `remember_picked_from`
+    summed_from: dict[torch.Size, Placements | None] = field(default_factory=dict)  # see `remember_summed_from`
 
 
 _ATTRIBUTE = "_torchtp_axes"
@@ -77,12 +78,24 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     return axes
 
 
+_MOST_SHAPES = 4096  # that are remembered
+
+
 def remember_picked_from(shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> None:
     """That a tensor of that shape was cut so when points were picked from it, as its gradient is to be."""
     known = axes_of(mesh).picked_from
-    if len(known) > 4096:
+    if len(known) > _MOST_SHAPES:
         known.clear()
     known[shape] = placements
+
+
+def remember_summed_from(tensor: DTensor) -> None:
+    """That a tensor of that shape was cut so when it was summed; None for good where others were cut otherwise."""
+    spec = spec_of(tensor)
+    known, placements = axes_of(spec.mesh).summed_from, sums_done(spec.placements)
+    if len(known) > _MOST_SHAPES:
+        known.clear()
+    known[spec.shape] = placements if known.setdefault(spec.shape, placements) == placements else None
 
 
 def axes_cutting(placements: Placements, dims: Collection[int] | None = None) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, remember_summed_from, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
@@ -88,11 +88,18 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _note_summed(tensor: Any) -> None:
+    """Its gradient, a value that is expanded, is to be cut as the tensor is (`expand`)."""
+    if isinstance(tensor, DTensor) and not in_backward():
+        remember_summed_from(tensor)
+
+
 @spatial_rule("sum.dim_IntList", "sum")
 @takes_nested
 def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     tensor, keepdim, dtype = named["self"], bool(named.get("keepdim")), named.get("dtype")
+    _note_summed(tensor)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
@@ -127,6 +134,7 @@ def count_nonzero(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def mean_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     named = named_arguments(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
+    _note_summed(tensor)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)

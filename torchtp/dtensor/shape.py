@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, interval, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, interval, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import gathers, mirrored, only_row, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -21,10 +21,12 @@ from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     Op,
+    Placement,
     Replicate,
     Shard,
     local_of,
     nested_dims,
+    node_in_backward,
     passthrough,
     plain_shard,
     redistributed,
@@ -229,22 +231,51 @@ def constant_pad_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 @takes_nested
 def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, *_ = bound(op, args, kwargs)
-    if not taken(tensor):
-        return passthrough(op, args, kwargs) if isinstance(tensor, DTensor) else unruled(op, args, kwargs)
-    local, mesh, placements = summed(tensor)
+    if not isinstance(tensor, DTensor):
+        return unruled(op, args, kwargs)
+    if has_strided_shard(tensor):
+        return passthrough(op, args, kwargs)
     more = len(sizes) - tensor.dim()
     shape = torch.Size([tensor.size(i - more) if size == -1 else size for i, size in enumerate(sizes)])
+    summed_from = _summed_from(tensor, shape)
+    if not is_spatial(tensor) and summed_from is None:
+        return passthrough(op, args, kwargs)
+    local, mesh, placements = summed(tensor)
     wider = tuple(Shard(p.dim + more) if plain_shard(p) else p for p in placements)
-    local_shape = list(shape)
     for dim in {p.dim for p in placements if plain_shard(p)}:
-        begin, end = interval(mesh, wider, dim + more, shape[dim + more])
-        local_shape[dim + more] = end - begin
         if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
             local = only_row(local, mesh, placements, dim)
+    if summed_from is not None:
+        wider = tuple(
+            there if isinstance(here, Replicate) and _is_expanded(tensor, shape, there) else here
+            for here, there in zip(wider, summed_from, strict=True)
+        )
+    local_shape = list(shape)
+    for dim in {p.dim for p in wider if plain_shard(p)}:
+        begin, end = interval(mesh, wider, dim, shape[dim])
+        local_shape[dim] = end - begin
     stride = tuple(
         0 if i < more or tensor.size(i - more) != size else tensor.stride(i - more) for i, size in enumerate(shape)
     )
     return wrap(aten.expand(local, local_shape), mesh, wider, shape, stride)
+
+
+_SUMS = ("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1")
+
+
+def _summed_from(tensor: DTensor, shape: torch.Size) -> Placements | None:
+    """How what was summed was cut where this is the gradient's way back: else every rank would have a whole one."""
+    if node_in_backward(*_SUMS) is None:
+        return None
+    return axes_of(tensor.device_mesh).summed_from.get(shape)
+
+
+def _is_expanded(tensor: DTensor, shape: torch.Size, placement: Placement) -> bool:
+    """Whether the placement cuts a dim in which one row becomes many."""
+    if not plain_shard(placement):
+        return False
+    dim = placement.dim - (len(shape) - tensor.dim())
+    return dim < 0 or tensor.size(dim) != shape[placement.dim]
 
 
 @spatial_rule("repeat")

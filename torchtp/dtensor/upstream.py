@@ -163,10 +163,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def node_in_backward(name: str) -> tuple[int, int, Any] | None:
-    """Graph task, sequence number and node of the derivative that autograd's engine runs on this thread, if it has that name."""
+def node_in_backward(*names: str) -> tuple[int, int, Any] | None:
+    """Graph task, sequence number and node of the derivative that autograd's engine runs on this thread, if it has one of the names."""
     node = torch._C._current_autograd_node()
-    if node is None or node.name() != name:
+    if node is None or node.name() not in names:
         return None
     return torch._C._current_graph_task_id(), node._sequence_nr(), node
 
