@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rules import DATA_W, H2, H4, HW, W2, assert_same, check, device_mesh_of, num_ranks
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -45,19 +45,27 @@ def test_interpolate_in_one_and_three_dims_matches_reference():
     run_ranks(run_other_dims, 2)
 
 
-def run_pooled():
+def run_pooled(mesh):
+    torchtp.dtensor.mark(device_mesh_of(mesh[0]), [axis for axis, dim in enumerate(mesh[1]) if dim])
     torch.manual_seed(0)
     weight = torch.randn(3, 3, 1, 1).double()
 
     def spread(x, w):
         pooled = F.conv2d(x.mean((2, 3), keepdim=True), w)
-        return x * F.interpolate(pooled, size=x.shape[2:], mode="bilinear")
+        wide = F.interpolate(pooled, size=x.shape[2:], mode="bilinear")
+        if isinstance(x, DTensor):
+            assert wide.placements == x.placements
+        return torch.cat([x, wide], 1).sin()
 
-    check(spread, W2, [torch.randn(2, 3, 7, 9).double()], [weight])
+    columns = (
+        9 + len(mesh[0]) + mesh[1][0]
+    )  # images of one size that one mesh cuts in two ways tell nothing of what follows
+    check(spread, mesh, [torch.randn(2, 3, 7, columns).double()], [weight])
 
 
-def test_a_pooled_map_is_spread_over_a_cut_one():
-    run_ranks(run_pooled, 2)
+@pytest.mark.parametrize("mesh", [W2, HW, DATA_W], ids=["w2", "h2_w2", "data_w"])
+def test_a_pooled_map_is_spread_over_a_cut_one(mesh):
+    run_ranks(run_pooled, num_ranks(mesh), mesh)
 
 
 def run_inference():

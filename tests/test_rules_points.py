@@ -37,6 +37,15 @@ def written(x, values):
     return y.cos()
 
 
+def write_by_mask(x):
+    y = x.sin()
+    far = x.detach() > 0.5
+    y[far] = y[far].square()
+    y[x.detach() < -1] = 0.5
+    y[:, 1:3][far[:, 1:3]] *= 3
+    return y.cos()
+
+
 CASES = {
     "rows": (lambda x: x[:, :, ROWS].sin() * 2, [IMAGE]),
     "columns": (lambda x: x[..., COLUMNS].sin(), [IMAGE]),
@@ -57,6 +66,20 @@ CASES = {
     "kept tokens": (lambda x: x[:, torch.tensor([0, 2, 3, 7])].sin(), [TOKENS]),
     "mask": (lambda x: x[:, :, torch.arange(99).view(9, 11) % 7 == 0].sin(), [IMAGE]),
     "mask of rows": (lambda x: x[:, :, torch.arange(9) % 2 == 0].sin(), [IMAGE]),
+    "cut mask": (lambda x: x[x.detach() > 0.3].sin() * 2, [IMAGE]),
+    "cut mask of pixels": (lambda x: x.movedim(1, -1)[x.detach()[:, 0] > 0.1].sin(), [IMAGE]),
+    "cut mask of one image": (lambda x: x[:, :, x.detach()[1, 2] > -0.2].sin(), [IMAGE]),
+    "cut mask of channels and rows": (lambda x: x[:, x.detach()[0, :, :, 3] > 0].sin(), [IMAGE]),
+    "cut mask of a volume": (lambda x: x.unflatten(1, (2, 2))[x.detach().unflatten(1, (2, 2)) < 0].square(), [IMAGE]),
+    "cut mask, true nowhere": (lambda x: x.sum() + x[x.detach() > 99].sum(), [IMAGE]),
+    "cut mask, true everywhere": (lambda x: x[x.detach() < 99].sin(), [IMAGE]),
+    "cut mask in part of the image": (lambda x: x[(x.detach() > 0) & (torch.arange(11) < 3)].sin(), [IMAGE]),
+    "put by cut mask": (lambda x, y: put(x.sin(), y.cos()[y.detach() > 0], y.detach() > 0).sin(), [IMAGE, IMAGE]),
+    "add by cut mask": (lambda x, y: put(x.sin(), y.cos()[y.detach() > 0], y.detach() > 0, accumulate=True).sin(), [IMAGE, IMAGE]),
+    "write by cut mask": (write_by_mask, [IMAGE]),
+    "masked_select": (lambda x: x.masked_select(x.detach() > 0).sin(), [IMAGE]),
+    "masked_select of pixels": (lambda x: x.masked_select(x.detach()[:, :1] > 0).sin(), [IMAGE]),
+    "masked_scatter": (lambda x, y: x.sin().masked_scatter(y.detach() > 0, y.cos()).sin(), [IMAGE, IMAGE]),
     "put": (lambda x, y: put(x.sin(), y, None, None, torch.tensor([3, 0])).sin(), [IMAGE, (2, 4, 2, 11)]),
     "put points": (lambda x, y: put(x.sin(), y.cos(), torch.tensor([0, 1, 1]), None, torch.tensor([3, 0, 8]), torch.tensor([3, 1, -1])).sin(), [IMAGE, (3, 4)]),
     "add points": (lambda x, y: put(x.sin(), y.cos(), IMAGES, None, ROWS, COLUMNS, accumulate=True).sin(), [IMAGE, (17, 4)]),

@@ -41,6 +41,7 @@ REDUCTIONS = {
     "sum_hw": (lambda x: x.sum((2, 3)), [IMAGE]),
     "mean": (lambda x: x.mean(), [IMAGE]),
     "mean_hw": (lambda x: x.mean((2, 3), keepdim=True) * x, [IMAGE]),
+    "dot": (lambda x: x.flatten().dot(x.flatten().sin()), [IMAGE]),
     "mean_c": (lambda x: x.mean(1, keepdim=True) * x, [IMAGE]),
     "mean_w": (lambda x: x.mean(3), [IMAGE]),
     "var": (lambda x: x.var((2, 3)), [IMAGE]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,6 +96,14 @@ def remember_summed_from(tensor: DTensor) -> None:
     if len(known) > _MOST_SHAPES:
         known.clear()
     known[spec.shape] = placements if known.setdefault(spec.shape, placements) == placements else None
+
+
+def summed_alike(mesh: DeviceMesh, num_images: int, extents: Sequence[int]) -> Placements | None:
+    """How images of that number and those extents were cut when they were summed, if all were cut alike."""
+    sizes = [num_images, *extents]
+    of = axes_of(mesh).summed_from.items()
+    found = {placements for shape, placements in of if len(shape) > 2 and [shape[0], *shape[2:]] == sizes}
+    return found.pop() if len(found) == 1 else None
 
 
 def axes_cutting(placements: Placements, dims: Collection[int] | None = None) -> list[int]:

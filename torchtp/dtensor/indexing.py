@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from torchtp.dtensor.adding import added_up
 from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, partial_over_shards, remember_picked_from, sums_done
 from torchtp.dtensor.fallback import is_short_list, unruled
+from torchtp.dtensor.masked import Masked, masked_of
 from torchtp.dtensor.moving import all_reduced, recut_tensor
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.points import Points, lists_of, points_of
@@ -23,27 +25,47 @@ from torchtp.dtensor.wrapping import wrap
 aten = torch.ops.aten
 
 
-def _points(op: Op, tensor: Any, indices: Any) -> Points | None:
+def _points(op: Op, tensor: Any, indices: Any) -> Points | Masked | None:
     """Where lists, or a mask, point into a cut tensor."""
     if not taken(tensor) or not any(index is not None for index in indices):
         return None
-    lists = lists_of(op, indices, tensor.shape)
-    if lists is None:
-        return None
     spec = spec_of(tensor)
-    return points_of(tensor.shape, spec.mesh, sums_done(spec.placements), lists)
+    place = tensor.shape, spec.mesh, sums_done(spec.placements)
+    mask = _lone_mask(tensor, indices)
+    masked = masked_of(*place, *mask) if mask is not None else None
+    if masked is not None:
+        return masked
+    lists = lists_of(op, indices, tensor.shape)
+    return None if lists is None else points_of(*place, lists)
+
+
+def _lone_mask(tensor: Any, indices: Any) -> tuple[int, Any] | None:
+    """The mask that alone picks elements, after the first of its dims."""
+    given = [dim for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        return None
+    at, mask = given[0], indices[given[0]]
+    is_mask = mask.dtype is torch.bool and mask.dim() and mask.shape == tensor.shape[at : at + mask.dim()]
+    return (at, mask) if is_mask else None
+
+
+def _cut_as_mask(tensor: Any, indices: Any) -> Any:
+    """A whole tensor as the mask is cut that picks its elements."""
+    found = _lone_mask(tensor, indices) if _is_whole(tensor) else None
+    if found is None or not taken(found[1]):
+        return tensor
+    spec = spec_of(found[1])
+    mesh, placements = spec.mesh, _behind(sums_done(spec.placements), found[0])
+    return wrap(local_as(tensor, mesh, placements), mesh, placements, tensor.shape)
 
 
 def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
     """The mask that alone picks elements, and either is cut, so that it broadcasts to the tensor."""
-    given = [dim for dim, index in enumerate(indices) if index is not None]
-    if not isinstance(tensor, DTensor) or len(given) != 1 or not (taken(tensor) or is_spatial(indices[given[0]])):
+    found = _lone_mask(tensor, indices) if isinstance(tensor, DTensor) else None
+    if found is None or not (taken(tensor) or is_spatial(found[1])):
         return None
-    mask: torch.Tensor = indices[given[0]]
-    behind = tensor.dim() - given[0] - mask.dim()
-    if mask.dtype is not torch.bool or not mask.dim() or mask.shape != tensor.shape[given[0] : tensor.dim() - behind]:
-        return None
-    for _ in range(behind):
+    at, mask = found
+    for _ in range(tensor.dim() - at - mask.dim()):
         mask = mask.unsqueeze(-1)
     return mask
 
@@ -52,7 +74,7 @@ def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
 @takes_nested
 def index(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices = bound(op, args, kwargs)
-    result = _picked(op, tensor, indices)
+    result = _picked(op, _cut_as_mask(tensor, indices), indices)
     if result is None:
         result = _looked_up(op, tensor, indices)
     return unruled(op, args, kwargs) if result is None else result
@@ -88,7 +110,12 @@ def index_put(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _put(op: Op, tensor: Any, indices: Any, values: Any, accumulate: bool, in_place: bool) -> DTensor | None:
-    points = _points(op, tensor, indices)
+    return _put_at(_points(op, tensor, indices), tensor, values, accumulate, in_place)
+
+
+def _put_at(
+    points: Points | Masked | None, tensor: DTensor, values: torch.Tensor, accumulate: bool, in_place: bool
+) -> DTensor | None:
     if points is None or values.dtype != tensor.dtype or not _broadcasts(values.shape, points.shape):
         return None
     local, mesh, placements = summed(tensor)
@@ -97,6 +124,44 @@ def _put(op: Op, tensor: Any, indices: Any, values: Any, accumulate: bool, in_pl
     target = local if in_place else local.clone()
     points.put(target, points.part_of(values), accumulate)
     return tensor if in_place else wrap(target, mesh, placements, tensor.shape)
+
+
+@spatial_rule("masked_select")
+@takes_nested
+def masked_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, mask = bound(op, args, kwargs)
+    if not taken(tensor) and not taken(mask):
+        return unruled(op, args, kwargs)
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    return index(aten.index.Tensor, (tensor.expand(shape), [mask.bool().expand(shape)]), {})
+
+
+@spatial_rule("masked_scatter", "masked_scatter_")
+@takes_nested
+def masked_scatter(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Elements of the source, in their order, where the mask is true."""
+    tensor, mask, source = bound(op, args, kwargs)
+    in_place = op._schema.name.endswith("_")
+    shape = tensor.shape if in_place else torch.broadcast_shapes(tensor.shape, mask.shape)
+    indices = [mask.bool().expand(shape)]
+    target = tensor if in_place else _cut_as_mask(tensor.expand(shape), indices)
+    points = _points(op, target, indices)
+    if points is None or source.numel() < points.shape[0]:
+        return unruled(op, args, kwargs)
+    result = _put_at(points, target, source.reshape(-1)[: points.shape[0]], False, in_place)
+    return unruled(op, args, kwargs) if result is None else result
+
+
+@spatial_rule("masked_scatter_backward")
+@takes_nested
+def masked_scatter_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of the source: zero for the elements that were not needed."""
+    grad, mask, sizes = bound(op, args, kwargs)
+    if not taken(grad) and not taken(mask):
+        return unruled(op, args, kwargs)
+    used = masked_select(aten.masked_select.default, (grad, mask), {})
+    unused = math.prod(sizes) - used.numel()
+    return (torch.cat([used, used.new_zeros(unused)]) if unused else used).view(sizes)
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_of, is_cut, owned
+from torchtp.dtensor.cut import cut_of, is_cut, owned, summed_alike
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.registry import bound, rule
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
-from torchtp.dtensor.upstream import Op
+from torchtp.dtensor.upstream import DTensor, Op, Replicate, plain_shard
 from torchtp.dtensor.wrapping import wrap
 
 # aten's function (its backward is the name with _backward) -> the mode of torchtp::interpolate.
@@ -39,10 +40,25 @@ def _params(mode: str, size: list[int], others: list[Any]) -> tuple[str, list[in
     return mode, size, [scale or 0.0 for scale in others[-len(size) :]], align_corners
 
 
+def _cut_as_what_was_pooled(input: Any, output_size: list[int]) -> Any:
+    """What an image was pooled to and is now made as large as the image again is whole; that is to be cut as the image."""
+    if not isinstance(input, DTensor) or is_cut(input):
+        return input
+    mesh, pooled_from = input.device_mesh, summed_alike(input.device_mesh, input.size(0), output_size)
+    if pooled_from is None:
+        return input
+    placements = tuple(
+        there if isinstance(here, Replicate) and plain_shard(there) and there.dim >= 2 else here
+        for here, there in zip(input.placements, pooled_from, strict=True)
+    )
+    return wrap(local_as(input, mesh, placements), mesh, placements, input.shape)
+
+
 @rule(*(name + "." for name in MODES))
 @takes_images_cut_twice
 def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, output_size, *others = bound(op, args, kwargs)
+    input = _cut_as_what_was_pooled(input, output_size)
     if not is_cut(input):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, lambda _dim: True)

@@ -47,13 +47,26 @@ def lists_of(op: Op, indices: Sequence[torch.Tensor | None], shape: torch.Size) 
 
 
 @dataclass(frozen=True)
-class Points:
-    """Points of a tensor of some shape under some placements, and how what is picked there is shaped and cut."""
+class Picked:
+    """How what is picked out of a cut tensor is shaped and cut."""
 
     mesh: DeviceMesh
-    axes: list[int]  # that cut dims with lists
+    axes: list[int]  # that cut dims of the tensor with lists, or a mask
     shape: torch.Size
     placements: Placements
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part of values that broadcast to what is picked."""
+        if values.shape != self.shape:
+            hand_out(values)
+            values = full_of(values).expand(self.shape)
+        return local_as(values, self.mesh, self.placements)
+
+
+@dataclass(frozen=True)
+class Points(Picked):
+    """Points of a tensor of some shape under some placements."""
+
     at: int  # the first dim of the picked that counts points
     num_dims: int  # how many of these there are
     numbers: Lists  # of this rank's points, in its own rows
@@ -69,13 +82,6 @@ class Points:
         """Writes this rank's part of `values`, shaped and cut as what is picked, to where the points lie, or adds it there."""
         rows = values.flatten(self.at, self.at + self.num_dims - 1)
         torch.ops.aten.index_put_(local, self.numbers, self._brought(rows, self.wanted, self.now), accumulate)
-
-    def part_of(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of values that broadcast to what is picked."""
-        if values.shape != self.shape:
-            hand_out(values)
-            values = full_of(values).expand(self.shape)
-        return local_as(values, self.mesh, self.placements)
 
     def _brought(self, rows: torch.Tensor, now: Holders, wanted: Holders) -> torch.Tensor:
         """Rows where others are to hold them; themselves where no dim with lists is cut, as of channels."""

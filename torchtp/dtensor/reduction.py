@@ -109,6 +109,15 @@ def sum_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return to.wrap(to.total(local))
 
 
+@spatial_rule("dot", "vdot")
+@takes_nested
+def dot(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first, other = bound(op, args, kwargs)
+    if not (taken(first) or taken(other)) or first.shape != other.shape or first.dim() != 1:
+        return unruled(op, args, kwargs)
+    return ((first.conj() if "vdot" in op.name() else first) * other).sum()
+
+
 @spatial_rule("nansum")
 @takes_nested
 def nansum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
