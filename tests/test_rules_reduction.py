@@ -263,14 +263,15 @@ def test_what_is_reduced_over_few_rows_stays_cut(name, mesh):
 
 
 def run_gradients_of_sums():
-    """Placements that gradients of cut tensors had when a sum, a mean or both of another tensor made them."""
+    """Placements of gradients of a cut tensor by way of sums, means, extremes and rows of it."""
     device_mesh = init_device_mesh("cpu", (2, 2))
     torchtp.dtensor.mark(device_mesh, [1])
     tensor = distribute_tensor(torch.randn(IMAGE).double(), device_mesh, [Shard(0), Shard(2)], src_data_rank=None)
     seen = []
     sums = [
         lambda x: x.mean(), lambda x: x.sum((2, 3)), lambda x: x.mean((1, 2, 3), keepdim=True),
-        lambda x: x.sum(2), lambda x: x.sum(3), lambda x: F.adaptive_avg_pool2d(x, 1),
+        lambda x: x.sum(2), lambda x: x.sum(3), lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: x[:, :, 4],
+        lambda x: x[:, :, -2:].sum(2), lambda x: x.amax((2, 3)),
     ]  # fmt: skip
     for function in sums:
         x = (tensor * 1).requires_grad_()
@@ -279,8 +280,8 @@ def run_gradients_of_sums():
     return seen
 
 
-def test_gradient_of_a_sum_is_cut_as_what_was_summed():
-    assert run_ranks(run_gradients_of_sums, 4) == [[(Shard(0), Shard(2))] * 6] * 4
+def test_gradient_of_a_sum_or_a_row_is_cut_as_what_it_is_of():
+    assert run_ranks(run_gradients_of_sums, 4) == [[(Shard(0), Shard(2))] * 9] * 4
 
 
 def run_sums_of_one_shape():

@@ -54,7 +54,7 @@ class Axes:
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
     picked_from: dict[torch.Size, Placements] = field(default_factory=dict)  # see `remember_picked_from`
-    summed_from: dict[torch.Size, Placements | None] = field(default_factory=dict)  # see `remember_summed_from`
+    taken_from: dict[torch.Size, Placements | None] = field(default_factory=dict)  # see `remember_taken_from`
 
 
 _ATTRIBUTE = "_torchtp_axes"
@@ -89,19 +89,19 @@ def remember_picked_from(shape: torch.Size, mesh: DeviceMesh, placements: Placem
     known[shape] = placements
 
 
-def remember_summed_from(tensor: DTensor) -> None:
-    """That a tensor of that shape was cut so when it was summed; None for good where others were cut otherwise."""
+def remember_taken_from(tensor: DTensor) -> None:
+    """That a tensor of that shape was cut so when it was summed, or rows were taken; None for good where others were cut otherwise."""
     spec = spec_of(tensor)
-    known, placements = axes_of(spec.mesh).summed_from, sums_done(spec.placements)
+    known, placements = axes_of(spec.mesh).taken_from, sums_done(spec.placements)
     if len(known) > _MOST_SHAPES:
         known.clear()
     known[spec.shape] = placements if known.setdefault(spec.shape, placements) == placements else None
 
 
-def summed_alike(mesh: DeviceMesh, num_images: int, extents: Sequence[int]) -> Placements | None:
-    """How images of that number and those extents were cut when they were summed, if all were cut alike."""
+def taken_alike(mesh: DeviceMesh, num_images: int, extents: Sequence[int]) -> Placements | None:
+    """How images of that number and those extents were cut that were summed, if all were cut alike."""
     sizes = [num_images, *extents]
-    of = axes_of(mesh).summed_from.items()
+    of = axes_of(mesh).taken_from.items()
     found = {placements for shape, placements in of if len(shape) > 2 and [shape[0], *shape[2:]] == sizes}
     return found.pop() if len(found) == 1 else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, remember_summed_from, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, remember_taken_from, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
@@ -91,7 +91,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def _note_summed(tensor: Any) -> None:
     """Its gradient, a value that is expanded, is to be cut as the tensor is (`expand`)."""
     if isinstance(tensor, DTensor) and not in_backward():
-        remember_summed_from(tensor)
+        remember_taken_from(tensor)
 
 
 @spatial_rule("sum.dim_IntList", "sum")

@@ -237,18 +237,18 @@ def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return passthrough(op, args, kwargs)
     more = len(sizes) - tensor.dim()
     shape = torch.Size([tensor.size(i - more) if size == -1 else size for i, size in enumerate(sizes)])
-    summed_from = _summed_from(tensor, shape)
-    if not is_spatial(tensor) and summed_from is None:
+    taken_from = _summed_from(tensor, shape)
+    if not is_spatial(tensor) and taken_from is None:
         return passthrough(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     wider = tuple(Shard(p.dim + more) if plain_shard(p) else p for p in placements)
     for dim in {p.dim for p in placements if plain_shard(p)}:
         if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
             local = only_row(local, mesh, placements, dim)
-    if summed_from is not None:
+    if taken_from is not None:
         wider = tuple(
             there if isinstance(here, Replicate) and _is_expanded(tensor, shape, there) else here
-            for here, there in zip(wider, summed_from, strict=True)
+            for here, there in zip(wider, taken_from, strict=True)
         )
     local_shape = list(shape)
     for dim in {p.dim for p in wider if plain_shard(p)}:
@@ -267,7 +267,7 @@ def _summed_from(tensor: DTensor, shape: torch.Size) -> Placements | None:
     """How what was summed was cut where this is the gradient's way back: else every rank would have a whole one."""
     if node_in_backward(*_SUMS) is None:
         return None
-    return axes_of(tensor.device_mesh).summed_from.get(shape)
+    return axes_of(tensor.device_mesh).taken_from.get(shape)
 
 
 def _is_expanded(tensor: DTensor, shape: torch.Size, placement: Placement) -> bool:

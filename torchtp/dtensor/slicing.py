@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import dim_of, interval
+from torchtp.dtensor.cut import axes_of, dim_of, interval, remember_taken_from
 from torchtp.dtensor.fallback import unruled, view_links
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -14,7 +14,19 @@ from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.routing import picked, put
 from torchtp.dtensor.shape import axis_cutting, other_dims, resized, summed, taken, uncut, without
-from torchtp.dtensor.upstream import DTensor, Op, Shard, local_of, nested_dims, plain_shard, redistributed, spec_of
+from torchtp.dtensor.spatial import is_spatial
+from torchtp.dtensor.upstream import (
+    DTensor,
+    Op,
+    Replicate,
+    Shard,
+    in_backward,
+    local_of,
+    nested_dims,
+    plain_shard,
+    redistributed,
+    spec_of,
+)
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -85,10 +97,40 @@ def _clamped(index: int | None, extent: int, default: int) -> int:
     return min(extent, max(0, index + extent if index < 0 else index))
 
 
+def _note_taken(tensor: Any, dim: int) -> None:
+    """The gradient of rows of a cut dim, of a class token, is to be cut among zeros as the tensor is (`_among_zeros`)."""
+    if not isinstance(tensor, DTensor) or in_backward():
+        return
+    if not is_spatial(tensor) or axis_cutting(spec_of(tensor).placements, dim_of(dim, tensor.dim())) is not None:
+        remember_taken_from(tensor)
+
+
+def _among_zeros(rows: Any, sizes: list[int], dim: int, begin: int) -> DTensor | None:
+    """Rows that every rank holds among zeros, for the gradient of what they were taken from, if that was cut along `dim`."""
+    shape = torch.Size(sizes)
+    known = axes_of(rows.device_mesh).taken_from.get(shape) if isinstance(rows, DTensor) and in_backward() else None
+    if known is None:
+        return None
+    local, mesh, placements = summed(rows)
+    cut = tuple(
+        there if isinstance(here, Replicate) and plain_shard(there) and there.dim == dim else here
+        for here, there in zip(placements, known, strict=True)
+    )
+    if cut == placements or any(plain_shard(p) and p.dim == dim for p in placements):
+        return None
+    first, last = interval(mesh, cut, dim, shape[dim])
+    whole = local.new_zeros(resized(local.shape, dim, last - first))
+    inside = [min(last, max(first, row)) for row in (begin, begin + local.size(dim))]
+    count = inside[1] - inside[0]
+    whole.narrow(dim, inside[0] - first, count).copy_(local.narrow(dim, inside[0] - begin if count else 0, count))
+    return wrap(whole, mesh, cut, shape)
+
+
 @spatial_rule("slice.Tensor")
 @takes_nested
 def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, start, end, step = bound(op, args, kwargs)
+    _note_taken(tensor, dim)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     dim = dim_of(dim, tensor.dim())
@@ -100,12 +142,15 @@ def slice(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @takes_nested
 def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, sizes, dim, start, end, step = bound(op, args, kwargs)
+    dim = dim_of(dim, len(sizes))
+    extent = sizes[dim]
+    begin = _clamped(start, extent, 0)
+    if step == 1 and (laid := _among_zeros(grad, sizes, dim, begin)) is not None:
+        return laid
     if not taken(grad):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(grad)
-    dim = dim_of(dim, len(sizes))
-    extent, out_extent = sizes[dim], grad.size(dim)
-    begin = _clamped(start, extent, 0)
+    out_extent = grad.size(dim)
     axis = axis_cutting(placements, dim)
     shape = torch.Size(sizes)
     if axis is None:
@@ -131,6 +176,7 @@ def slice_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @takes_nested
 def select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = bound(op, args, kwargs)
+    _note_taken(tensor, dim)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     dim = dim_of(dim, tensor.dim())
@@ -182,8 +228,11 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     grad, sizes, dim, index = bound(op, args, kwargs)
     if not isinstance(grad, DTensor):
         return unruled(op, args, kwargs)
-    local, mesh, placements = summed(grad)
     dim = dim_of(dim, len(sizes))
+    laid = _among_zeros(grad.unsqueeze(dim), sizes, dim, index % sizes[dim])
+    if laid is not None:
+        return laid
+    local, mesh, placements = summed(grad)
     wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
     local_sizes = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
     return wrap(op(local, local_sizes, dim, index % sizes[dim]), mesh, wider, torch.Size(sizes))
