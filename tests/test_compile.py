@@ -98,3 +98,22 @@ def converted():
 
 def test_a_converted_network_compiles_for_plain_tensors_and_takes_cut_ones():
     run_ranks(converted, 2, timeout=180, fresh=True)
+
+
+def compiled_loss():
+    layout = make_layout({"w": 2})
+    x, target = (torch.randn(2, 3, 8, 9, generator=torch.Generator().manual_seed(i)).double() for i in (1, 2))
+
+    @torch.compile(backend="eager")
+    def criterion(output, target):
+        return F.mse_loss(output, layout.shard(target)) + layout.full(output).mean()
+
+    mine = layout.shard(x).requires_grad_()
+    criterion(mine.sin(), target).backward()
+    x.requires_grad_()
+    (F.mse_loss(x.sin(), target) + x.sin().mean()).backward()
+    assert_same(mine.grad.full_tensor(), x.grad, "the gradient")
+
+
+def test_a_compiled_loss_cuts_its_target():
+    run_ranks(compiled_loss, 2, timeout=180, fresh=True)

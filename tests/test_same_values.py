@@ -8,6 +8,7 @@ import torch.distributed as dist
 from models import make_layout, make_network
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchtp
@@ -160,6 +161,63 @@ def test_models_that_part(axes, how, when, name):
         re.search(f"^the ranks train different models: parameter '{name}' differs between rank 0 and rank [13],", text)
         or not how
     )
+
+
+def _evaluate_apart(axes, what, when):
+    """The evaluations at which one rank hears that its image's ranks have different models, and what it hears."""
+    layout = make_layout(axes)
+    torch.manual_seed(0)
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)), layout).eval()
+    heard, said = [], ""
+    for step in range(1, 12):
+        if dist.get_rank() == 1 and step in (when, 9):
+            tensor = dict([*model.named_parameters(), *model.named_buffers()])[what]
+            tensor.data += 0.5 if step == when else -0.5
+        try:
+            with torch.no_grad():
+                model(_image(layout.data_rank))
+        except ValueError as error:
+            heard.append(step)
+            said = str(error)
+    return heard, said
+
+
+@pytest.mark.parametrize(
+    ("what", "when", "heard"), [("0.weight", 1, [1, 2, 3, 4, 5, 6, 7, 8]), ("1.running_var", 5, [8])]
+)
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "h": 2}], ids=str)
+def test_models_that_are_apart_in_evaluation(axes, what, when, heard):
+    told = run_ranks(_evaluate_apart, 4 if "dp" in axes else 2, axes, what, when, timeout=LIMIT)
+    for steps, said in told[:2]:
+        assert steps == heard
+        assert re.search(f"^the ranks evaluate different models: .* '{what}' differs between rank 0 and rank 1,", said)
+    assert all(steps == [] for steps, _ in told[2:])
+
+
+def _cut_otherwise():
+    dims = {"s": -1 if dist.get_rank() == 1 else -2}
+    layout = torchtp.Layout(init_device_mesh("cpu", (2,), mesh_dim_names=("s",)), spatial=dims)
+    with pytest.raises(
+        ValueError, match=r"rank 0 has Layout\(s \(2\) cuts dim -2\), rank 1 has Layout\(s \(2\) cuts dim -1\)"
+    ):
+        torchtp.parallelize(nn.Conv2d(2, 2, 3), layout)
+
+
+def test_layouts_that_cut_other_dims():
+    run_ranks(_cut_otherwise, 2, timeout=LIMIT)
+
+
+def _copies_while_the_other_calls():
+    model = torchtp.parallelize(nn.Conv2d(2, 2, 3), layout := make_layout({"w": 2}))
+    model(_image(0)).sum().backward()
+    told = "the ranks do different things at once: rank 0 calls the module, rank 1 makes, copies or renews a parallelized module"
+    with pytest.raises(ValueError, match=told):
+        torchtp.parallelize(nn.Conv2d(2, 2, 3), layout) if dist.get_rank() == 1 else model(_image(0))
+    model(_image(0))
+
+
+def test_one_rank_makes_a_model_while_another_calls_one():
+    run_ranks(_copies_while_the_other_calls, 2, timeout=LIMIT)
 
 
 class _Calibrated(nn.Module):

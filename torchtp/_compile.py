@@ -8,11 +8,15 @@ keeps its place by that. Private names of torch stand only here; the same in 2.1
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
 from types import CodeType, FunctionType
+from typing import ParamSpec, TypeVar
 
 import torch
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 EFFECTS = (
     "pull",
@@ -40,6 +44,21 @@ def register() -> None:
 
     for name in EFFECTS:
         _register_effectful_op(getattr(torch.ops.torchtp, name).default, EffectType.ORDERED)
+
+
+def eagerly(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """The function as torch.compile never compiles it. Nothing of the compiler is imported, which takes seconds, before others do."""
+    disabled: list[Callable[Params, Result]] = []
+
+    @wraps(function)
+    def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call
 
 
 @cache

@@ -16,8 +16,10 @@ from torchtp.samples import Samples, difference, digest_of, samples_of
 # What it is, its global shape, its dtype; None of what is no tensor.
 Described = tuple[str, torch.Size, torch.dtype | None]
 
-_COMPLAINS, _EVERYONE, _MODE, _AVERAGES, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _WORDS = range(11)
+_COMPLAINS, _EVERYONE, _MODE, _AVERAGES, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _KIND, _WORDS = range(12)
 _MOST_OF_A_PARAMETER = 16
+_CALL, _MODULES, _PARAMETERS = range(3)  # what is asked, and as what a rank is told of it
+_DOES = ("calls the module", "makes, copies or renews a parallelized module", "compares its parameters")
 
 
 @dataclass(frozen=True)
@@ -120,26 +122,28 @@ class Agreement:
             if complaint:
                 raise ValueError(complaint)
             return
-        table = self._gather(self._everyone, _encode(Call(tensors, complaint)))
+        table = self._gather(self._everyone, _encode(Call(tensors, complaint), kind=_MODULES))
         if any(row[_COMPLAINS] for row in table):
             raise ValueError(_first_complaint(self._everyone, complaint))
         if any(row[_HASH] != table[0][_HASH] for row in table):
             difference = _first_difference(self._everyone, tensors)
-            raise ValueError(f"the modules of the ranks differ: {difference}; build the same module on all ranks")
+            raise ValueError(
+                f"the modules of the ranks differ: {difference}; build the same module and layout on all ranks"
+            )
 
-    def check_parameters(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Raise ValueError on all ranks of all images if some have another value of a parameter than the first. Collective."""
-        if _is_alone(self._everyone):
+    def check_parameters(self, named: Sequence[tuple[str, torch.Tensor]], *, of_one_image: bool = False) -> None:
+        """Raise ValueError on all ranks, of all images or of one, if some have other values than the first. Collective."""
+        group = self._spatial if of_one_image else self._everyone
+        if _is_alone(group):
             return
-        samples = samples_of([parameter for _, parameter in named], _MOST_OF_A_PARAMETER)
-        rows = self._gather(self._everyone, _encode(Call(), digest_of(samples)))
+        samples = samples_of([tensor for _, tensor in named], _MOST_OF_A_PARAMETER)
+        rows = self._gather(group, _encode(Call(), digest_of(samples), _PARAMETERS))
         if any(row[_VALUES] != rows[0][_VALUES] for row in rows):
-            what = [f"parameter {name!r}" for name, _ in named]
-            apart = _first_apart(self._everyone, what, samples)
+            apart = _first_apart(group, [name for name, _ in named], samples)
             if apart:
                 raise ValueError(
-                    f"the ranks train different models: {apart}; change parameters alike on all ranks: the same optimizer "
-                    "and options, the same checkpoint, the same new values"
+                    f"the ranks {'evaluate' if of_one_image else 'train'} different models: {apart}; change parameters alike "
+                    "on all ranks: the same optimizer and options, the same checkpoint, the same new values"
                 )
 
     def _gather(self, group: dist.ProcessGroup, mine: list[int]) -> list[list[int]]:
@@ -149,14 +153,18 @@ class Agreement:
         rows = torch.empty(group.size() * _WORDS, dtype=torch.int64, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
         gather(rows, torch.tensor(mine, dtype=torch.int64, device=device), group=group)
-        return rows.view(-1, _WORDS).tolist()
+        told: list[list[int]] = rows.view(-1, _WORDS).tolist()
+        if any(row[_KIND] != told[0][_KIND] for row in told):
+            apart = _first_pair(group, [_DOES[mine[_KIND]]])
+            raise ValueError(f"the ranks do different things at once: {apart}; do them in one order on all ranks")
+        return told
 
 
 def _is_alone(group: dist.ProcessGroup) -> bool:
     return group.size() == 1 or dist.get_backend(group) == "fake"
 
 
-def _encode(call: Call, values: int = 0) -> list[int]:
+def _encode(call: Call, values: int = 0, kind: int = _CALL) -> list[int]:
     row = [0] * _WORDS
     row[_COMPLAINS] = bool(call.complaint)
     row[_EVERYONE] = call.everyone
@@ -168,6 +176,7 @@ def _encode(call: Call, values: int = 0) -> list[int]:
     row[_NOTE] = call.note
     row[_WRITTEN] = call.written
     row[_STRANGER] = bool(call.stranger)
+    row[_KIND] = kind
     return row
 
 

@@ -67,7 +67,8 @@ def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), c
         ),
         "",
     )
-    layout.agreement.check_modules([(name, tensor.shape, tensor.dtype) for name, tensor in named], complaint)
+    described = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
+    layout.agreement.check_modules([(repr(layout), torch.Size(), None), *described], complaint)
     _overwrite(named, layout)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from torchtp._compile import eagerly
 from torchtp.agreement import Agreement, Call
 from torchtp.dtensor import mark
 from torchtp.dtensor.cut import axes_of
@@ -121,6 +122,7 @@ class Layout:
         """The shape of this rank's part of a tensor of `global_shape`."""
         return torch.Size(part.stop - part.start for part in self.tile(global_shape))
 
+    @eagerly
     def shard(self, full: torch.Tensor) -> DTensor:
         """Cut a tensor that every rank of the spatial group holds; no communication (its gradient is gathered).
 
@@ -139,6 +141,7 @@ class Layout:
             local = local.clone(memory_format=dense_format(full))
         return from_part(local, self.spatial_mesh, placements, full.shape, full)
 
+    @eagerly
     def from_tile(self, tile: torch.Tensor, global_shape: Sequence[int]) -> DTensor:
         """This rank's part (see `tile`) as one tensor of `global_shape`; differentiable.
 
@@ -166,11 +169,13 @@ class Layout:
         tells = tells_order(axes_of(self.spatial_mesh), self.placements(len(shape)), shape)
         return told_format(tile) if tells else ""
 
+    @eagerly
     def replicate(self, tensor: torch.Tensor) -> DTensor:
         """A tensor that every rank of the spatial group holds and shall keep whole."""
         self.check(tensor)
         return DTensor.from_local(tensor, self.spatial_mesh, self._whole, run_check=False)
 
+    @eagerly
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole tensor on every rank of the spatial group; differentiable, collective. Plain tensors stay."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

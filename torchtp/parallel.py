@@ -21,6 +21,7 @@ from torchtp._compile import leave_eager
 from torchtp.agreement import Call
 from torchtp.awaiting import after_backward
 from torchtp.captured import Composition
+from torchtp.comparisons import Comparisons, is_due
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
 from torchtp.equality import Written, make_equal, tensors_of
@@ -103,7 +104,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 _STATE = "_torchtp"
-_BETWEEN_COMPARISONS = 64
 _WHERE_TO_RENEW = "the next forward must be in training mode and outside of torchtp.no_sync, where all ranks take it up"
 
 
@@ -125,7 +125,7 @@ class _State:
         self._buffered: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
         self._said_uncut = False
-        self._calls = self._trained = 0  # messages of the ranks of an image, and of all ranks: as many on each of them
+        self._comparisons = Comparisons(layout)
         self.forward: Any = None  # what was put in the place of the class's own, on this module alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -172,7 +172,7 @@ class _State:
             stranger = self._stranger(module, reducer)
             if stranger and not (everyone and reducer.syncs):
                 complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
-        self._calls += 1
+        of_devices = self._comparisons.call()
         averages = _averages(reducer)
         agreed = self.layout.agreement.check(
             Call(
@@ -183,7 +183,7 @@ class _State:
                 randomness.fingerprint(self.layout),
                 self._written.digest(),
                 stranger,
-                lambda: self._images.samples(args, kwargs, of_devices=_is_due(self._calls)),
+                lambda: self._images.samples(args, kwargs, of_devices=of_devices),
                 everyone,
             )
         )
@@ -192,14 +192,9 @@ class _State:
             reducer = self.reducer(module)
         if everyone and reducer is not None:
             self._written.settle(module, agreed.written)
-            self._trained += 1
-            if _is_due(self._trained):
-                trained = [
-                    (name, one)
-                    for name, one in zip(reducer.names, reducer.parameters, strict=True)
-                    if one.requires_grad
-                ]
-                self.layout.agreement.check_parameters(trained)
+            self._comparisons.train(zip(reducer.names, reducer.parameters, strict=True))
+        elif self._reduces is not None:
+            self._comparisons.evaluate(module)
         if self.layout.num_shards > 1 and not self._said_uncut and not any(map(is_image, tensors)):
             self._said_uncut = True
             notice.uncut(type(module).__name__, repr(self.layout))
@@ -269,7 +264,7 @@ class _State:
         """Those of the reducer; None where others see to gradients, or there is nobody to average them with."""
         if self._reduces is None or self.layout.group.size() == 1:
             return None
-        if self._outer and _is_due(self._calls) and any(state() for state in self._outer):
+        if self._outer and is_due(self._comparisons.calls) and any(state() for state in self._outer):
             gc.collect()  # one that is gone, but for cycles
         self._outer = [state for state in self._outer if state() is not None]
         return None if self._outer else self._reduces
@@ -331,11 +326,6 @@ def _averages(reducer: GradientReducer | None) -> str:
     if frozen := [name for name, parameter in named if not parameter.requires_grad]:
         words.append(f"with {len(frozen)} parameters frozen ({frozen[0]!r} to {frozen[-1]!r})")
     return ", ".join(words)
-
-
-def _is_due(calls: int) -> bool:
-    """Whether what takes time is compared at this call: at once, ever more rarely, but not too rarely."""
-    return calls & (calls - 1) == 0 or calls % _BETWEEN_COMPARISONS == 0
 
 
 _averaging: weakref.WeakSet[_State] = weakref.WeakSet()  # those that have a reducer
