@@ -118,9 +118,24 @@ class GenericFirst(Generic[T], Scaled):
     pass
 
 
+class Registered(Scaled):
+    """Of a family whose classes have to tell a name."""
+
+    known: list[str] = []  # noqa: RUF012
+
+    def __init_subclass__(cls, name, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.known.append(name)
+
+
+class OneOfThem(Registered, name="one"):
+    pass
+
+
 def _other_bases(kind):
     layout = make_layout({"w": 2})
-    inner = {"abstract": AbstractFirst, "generic": GenericFirst, "script": lambda: torch.jit.script(Scaled())}[kind]
+    script = lambda: torch.jit.script(Scaled())  # noqa: E731
+    inner = {"abstract": AbstractFirst, "generic": GenericFirst, "registered": OneOfThem, "script": script}[kind]
     models = []
     for make in (Scaled, inner):
         torch.manual_seed(4)
@@ -131,11 +146,12 @@ def _other_bases(kind):
         loss_of(each(make_images(0, 2))).backward()
     for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10, msg=name)
+    assert Registered.known == ["one"]
     if kind != "script":
         torch.testing.assert_close(*(loss_of(each(make_images(1, 2))) for each in (copy.deepcopy(model), model)))
 
 
-@pytest.mark.parametrize("kind", ["abstract", "generic", "script"])
+@pytest.mark.parametrize("kind", ["abstract", "generic", "registered", "script"])
 def test_modules_of_other_classes_than_module_alone(kind):
     run_ranks(_other_bases, 2, kind)
 

@@ -49,6 +49,39 @@ CASES = {
         x.reshape(1, 8, 13, 17), z[:, :, 3:8, 6:11].reshape(8, 1, 5, 5), groups=8
     ),
 }
+
+
+class Experts(nn.Module):
+    """Each image goes through the one of four convolutions that its mean picks."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(2, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(4))
+
+    def forward(self, x):
+        weights = self.gate(x.mean((2, 3))).softmax(1)
+        best = weights.topk(1).indices
+        picked = torch.zeros_like(weights).scatter_(1, best, weights.gather(1, best))
+        return x + sum(expert(x) * picked[:, i : i + 1, None, None] for i, expert in enumerate(self.experts))
+
+
+def _train_experts(axes):
+    layout = make_layout(axes)
+    torch.manual_seed(2)
+    single = Experts().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    for each in (single, model):
+        loss_of(each(make_images(0, 2))).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+def test_one_expert_an_image(axes):
+    run_ranks(_train_experts, 4 if "h" in axes else 2, axes)
+
+
 REFUSED = {
     "convolution": lambda m, x, z, v: F.conv2d(x, m.look.weight.expand(4, 2, 3, 3).repeat(1, 2, 1, 1), v),
     "native_batch_norm": lambda m, x, z, v: F.batch_norm(x, None, None, None, v, True),

@@ -7,8 +7,10 @@ The gradient handed to the parameter obeys the mean rule (see `share`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import BuiltinMethodType
 from typing import Any, cast
 
 import torch
@@ -169,9 +171,27 @@ def remade(base: type, marks: tuple[type, ...], members: dict[str, Any], make: C
     look = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     # The base's layout, whatever it inherits from first (ABC, Generic[T]): else no instance could be given the class.
     members = {**look, "__slots__": (), "__reduce_ex__": Remade.__reduce_ex__, **members}
-    made = type(base.__name__, (base, *marks), members)
+    with _unnoticed_by(base):
+        made = type(base.__name__, (base, *marks), members)
     made._torchtp_made_by = (make, (base, *args))  # type: ignore[attr-defined]
     return made
+
+
+@contextlib.contextmanager
+def _unnoticed_by(base: type) -> Iterator[None]:
+    """Subclasses made inside are not told to `base.__init_subclass__`, which may want keywords, or enter them in a registry."""
+    if isinstance(base.__init_subclass__, BuiltinMethodType):  # that of `object`
+        yield
+        return
+    own = vars(base).get("__init_subclass__")
+    cast(Any, base).__init_subclass__ = classmethod(lambda cls, **_: None)
+    try:
+        yield
+    finally:
+        if own is None:
+            del cast(Any, base).__init_subclass__
+        else:
+            cast(Any, base).__init_subclass__ = own
 
 
 def origin_of(made: type) -> type:
