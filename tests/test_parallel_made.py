@@ -82,6 +82,63 @@ def test_one_expert_an_image(axes):
     run_ranks(_train_experts, 4 if "h" in axes else 2, axes)
 
 
+class LowerBound(torch.autograd.Function):
+    """At least a bound, with a gradient above it, and below it where that leads up: which of both a part of a gradient can't tell."""
+
+    @staticmethod
+    def forward(ctx, x, bound):
+        ctx.save_for_backward(x, torch.as_tensor(bound, dtype=x.dtype))
+        return x.clamp(min=bound)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, bound = ctx.saved_tensors
+        return ((x >= bound) | (grad < 0)) * grad * (1 + grad.abs()), None
+
+
+class Bounded(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.look = nn.Conv2d(2, 4, 3, padding=1)
+        self.kernel = nn.Parameter(torch.linspace(-0.5, 0.6, 16).view(4, 4)[:, [2, 0, 3, 1]])
+        self.vector = nn.Parameter(torch.tensor([-0.3, 0.4, -0.1, 0.2]))
+
+    def forward(self, x):
+        return self.use(self.look(x), LowerBound.apply(self.kernel, 0.05), LowerBound.apply(self.vector, 0.1))
+
+
+BOUNDED = {
+    "a kernel and a bias": lambda x, w, v: F.conv2d(x, w[:, :, None, None], v).sin(),
+    "a kernel after more": lambda x, w, v: F.conv2d(x, (w * 2).t()[:, :, None, None]).sin() + v.view(4, 1, 1),
+    "factors": lambda x, w, v: x * v.view(4, 1, 1) * w.sum(0).view(4, 1, 1) + w.mean(),
+    "a linear layer": lambda x, w, v: F.linear(x.permute(0, 2, 3, 1), w, v).sin(),
+    "a product": lambda x, w, v: torch.einsum("oc,nchw->nohw", w, x).sin() * v.view(4, 1, 1),
+    "norms": lambda x, w, v: F.group_norm(F.batch_norm(x, None, None, v, w[0], True), 2, w[1], v).sin(),
+    "a layer norm": lambda x, w, v: F.layer_norm(x.permute(0, 2, 3, 1), (4,), v, w[2]).sin(),
+    "an end and a picture": lambda x, w, v: (
+        torch.cat([x, v.view(1, 4, 1, 1).expand(x.size(0), 4, *x.shape[2:])], 1) * w.sum()
+    ),
+}
+
+
+def _train_bounded(use, axes):
+    layout = make_layout(axes)
+    torch.manual_seed(2)
+    single = Bounded(BOUNDED[use]).double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    for each in (single, model):
+        (loss_of(each(make_images(0, 2))) + each.kernel.square().sum()).backward()
+    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("use", BOUNDED)
+def test_backwards_of_peoples_own_get_gradients_not_contributions(use, axes):
+    run_ranks(_train_bounded, 4 if "h" in axes else 2, use, axes)
+
+
 REFUSED = {
     "convolution": lambda m, x, z, v: F.conv2d(x, m.look.weight.expand(4, 2, 3, 3).repeat(1, 2, 1, 1), v),
     "native_batch_norm": lambda m, x, z, v: F.batch_norm(x, None, None, None, v, True),

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torchtp.canvas import Canvas, plainly
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
-from torchtp.dtensor.sharing import Share, made_takes_whole, share_of
+from torchtp.dtensor.sharing import Share, goes_through_users, made_takes_whole, share_of
 from torchtp.dtensor.whole import Gather
 from torchtp.dtensor.wrapping import wrap
 from torchtp.running import is_running, writes, written_now
@@ -327,12 +327,12 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.is_made = not tensor.is_leaf
+        ctx.is_made, ctx.is_users = not tensor.is_leaf, goes_through_users(tensor)
         return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.is_made and made_takes_whole(grad):
+        if ctx.is_made and (ctx.is_users or made_takes_whole(grad)):
             return Gather.apply(grad), None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
             return Share.apply(grad), None

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.nesting import guarded, guarded_composite
 from torchtp.dtensor.parts import written
-from torchtp.dtensor.sharing import hand_out
+from torchtp.dtensor.sharing import average_for_users, hand_out
 from torchtp.dtensor.sums import holds_sum, link_views, write_into_sum
 from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough, taken_apart
@@ -104,6 +104,7 @@ def install(name: str, handler: Handler) -> None:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
         kwargs = kwargs or {}
+        _mind_users(args)
         outer, called.now = called.now, (op, args, kwargs)
         try:
             results = handler(op, args, kwargs)
@@ -116,6 +117,7 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
+        _mind_users(args)
         if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, DTensor):
@@ -132,6 +134,14 @@ def install(name: str, handler: Handler) -> None:
 
     in_place = name.split("::")[1].split(".")[0].endswith("_")
     torch.library.register_torch_dispatch(name, DTensor, dispatch_in_place if in_place else dispatch, lib=library)
+
+
+def _mind_users(args: tuple[Any, ...]) -> None:
+    made = [arg for arg in args if type(arg) is torch.Tensor and arg.grad_fn is not None]
+    for tensor in made:
+        lead = next((arg for arg in args if isinstance(arg, DTensor)), None)
+        if lead is not None:
+            average_for_users(tensor, lead.device_mesh)
 
 
 def _is_plain(leaf: Any) -> bool:

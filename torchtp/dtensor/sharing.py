@@ -21,9 +21,10 @@ from torchtp.dtensor.upstream import (
     make_spec,
     spec_of,
 )
-from torchtp.dtensor.whole import Gather, is_first
+from torchtp.dtensor.whole import Contributed, Gather, Whole, is_first
 
-_ATTRIBUTE = "_torchtp_hands_out"
+_ATTRIBUTE, _AVERAGES = "_torchtp_hands_out", "_torchtp_averages"
+_MOST_NODES = 1000  # of what a tensor was made by that are looked at
 
 
 def hand_out(tensor: torch.Tensor) -> None:
@@ -32,6 +33,37 @@ def hand_out(tensor: torch.Tensor) -> None:
         return
     if is_first(tensor, _ATTRIBUTE):
         tensor.register_hook(share_gradient if tensor.is_leaf else _share_gradient_of_made)
+
+
+def goes_through_users(tensor: torch.Tensor) -> bool:
+    """Whether its gradient goes on through the backward of a Function that is neither PyTorch's nor this package's.
+
+    Such a one may ask for a gradient's sign or size, which a contribution by the mean rule does not have.
+    """
+    nodes = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is None:
+            nodes += [other for other, _ in node.next_functions]
+        elif not function.__module__.startswith(("torch.", "torchtp.")):
+            return True
+    return False
+
+
+def average_for_users(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where `goes_through_users`."""
+    if tensor.requires_grad and is_first(tensor, _AVERAGES) and goes_through_users(tensor):
+        tensor.register_hook(lambda grad: averaged(grad, mesh))
+
+
+def averaged(grad: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The gradient, plain and whole, of what ranks hand out or of what is still to be summed."""
+    return Gather.apply(grad) if isinstance(grad, DTensor) else Whole.apply(Contributed.apply(grad, mesh))
 
 
 def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
