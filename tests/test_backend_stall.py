@@ -4,6 +4,8 @@ import datetime
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -153,3 +155,28 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
 def test_a_timeout_that_is_not_positive_is_refused(seconds):
     with pytest.raises(ValueError, match=f"must be positive, not {seconds} s"):
         backend.timeout_of(datetime.timedelta(seconds=seconds))
+
+
+_MEETS = """
+import sys, torch.distributed as dist, torchtp
+dist.init_process_group("torchtp", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_rank_that_does_not_come_to_the_making_of_a_group_is_named(tmp_path):
+    def start(rank):
+        command = [sys.executable, "-c", _MEETS, str(rank), str(tmp_path / "store")]
+        return subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TORCHTP_STALL_SECONDS": "0.2"}
+        )
+
+    with start(0) as first:
+        told = next((line for line in first.stderr if line.startswith("[torchtp]")), "")
+        with start(1) as second:
+            assert second.wait() == 0, second.stderr.read()
+        assert first.wait() == 0
+    assert re.search(
+        r"of 2 ranks is being made: rank 1 has not come after 200 ms; rank 0 waits for it, for .* at most", told
+    )

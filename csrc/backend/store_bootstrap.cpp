@@ -1,7 +1,9 @@
 #include "backend/store_bootstrap.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <numeric>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -23,6 +25,15 @@ constexpr char kGaveUp[] = "/gave up";
 constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLastPause = std::chrono::milliseconds(10);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
+
+// What is wrong with it is said where all ranks hear it: when the group is made.
+std::chrono::milliseconds stall() {
+  try {
+    return shm::stall_from_environment();
+  } catch (const Error&) {
+    return std::chrono::seconds(10);
+  }
+}
 
 // Each rank counts its own, by the group's size: a rank has no part in groups that are too small for it.
 std::string generation(PatientStore& store, int rank, int size) {
@@ -48,6 +59,7 @@ StoreBootstrap::StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, in
       rank_(rank),
       size_(size),
       timeout_(timeout),
+      stall_(stall()),
       prefix_(std::move(prefix)),
       names_(std::move(names)) {}
 
@@ -78,6 +90,7 @@ std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
 
 void StoreBootstrap::wait_for(int rank) {
   const Deadline deadline(timeout_);
+  std::optional<Deadline> stall(std::in_place, std::min(stall_, timeout_ / 2));
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
   while (!store_->has(key(rank))) {
@@ -86,6 +99,10 @@ void StoreBootstrap::wait_for(int rank) {
       look_around(rank);
       handle_signals();
       next_look = Deadline(kBetweenLooks);
+      if (stall && stall->passed()) {
+        stall.reset();
+        report_missing(rank);
+      }
     }
     if (deadline.passed()) {
       give_up(cat("rank ", names_[rank], " did not come to the creation of the process group within ",
@@ -94,6 +111,13 @@ void StoreBootstrap::wait_for(int rank) {
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, kLastPause);
   }
+}
+
+void StoreBootstrap::report_missing(int rank) const {
+  const std::string line = cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank],
+                               " has not come after ", in_words(std::min(stall_, timeout_ / 2)), "; rank ",
+                               names_[rank_], " waits for it, for ", in_words(timeout_), " at most\n");
+  std::fputs(line.c_str(), stderr);
 }
 
 // While the awaited rank has not come, nobody can be through with the creation: who has ended has given up or died in

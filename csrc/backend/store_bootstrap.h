@@ -46,6 +46,7 @@ class StoreBootstrap : public shm::Bootstrap {
                  std::string prefix, std::vector<int> names);
   shm::Presence presence(int rank) const;
   void wait_for(int rank);
+  void report_missing(int rank) const;
   void look_at(int rank, int awaited);
   void look_around(int awaited);
   void read_why_others_gave_up();
@@ -60,6 +61,7 @@ class StoreBootstrap : public shm::Bootstrap {
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;
+  const std::chrono::milliseconds stall_;  // after which it is said whom the rank waits for
   const std::string prefix_;
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;

@@ -28,17 +28,6 @@ constexpr auto kLongestCreation = std::chrono::minutes(1);
 
 constexpr char kTrouble[] = "cannot take part in a shared-memory group";
 
-std::chrono::milliseconds default_stall() {
-  const char* const text = std::getenv("TORCHTP_STALL_SECONDS");
-  if (!text) return kDefaultStall;
-  char* end = nullptr;
-  const double seconds = std::strtod(text, &end);
-  if (*text == 0 || *end != 0 || !(seconds > 0 && seconds < 1e9)) {
-    throw Error(cat("TORCHTP_STALL_SECONDS must be a positive number of seconds, not '", text, "'"));
-  }
-  return std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(1000 * seconds)));
-}
-
 size_t default_heap_bytes(int num_ranks) {
   if (const char* const text = std::getenv("TORCHTP_HEAP_BYTES")) {
     char* end = nullptr;
@@ -111,6 +100,17 @@ Receiver reach(const std::string& address, const KnownProcesses& processes, cons
 
 }  // namespace
 
+std::chrono::milliseconds stall_from_environment() {
+  const char* const text = std::getenv("TORCHTP_STALL_SECONDS");
+  if (!text) return kDefaultStall;
+  char* end = nullptr;
+  const double seconds = std::strtod(text, &end);
+  if (*text == 0 || *end != 0 || !(seconds > 0 && seconds < 1e9)) {
+    throw Error(cat("TORCHTP_STALL_SECONDS must be a positive number of seconds, not '", text, "'"));
+  }
+  return std::chrono::milliseconds(std::max<int64_t>(1, static_cast<int64_t>(1000 * seconds)));
+}
+
 struct Group::Key {};
 
 std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options) {
@@ -123,7 +123,7 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
   bootstrap.watch([processes](int peer) { return processes->has_died(peer); });
   const std::vector<std::string> offers = together(bootstrap, kTrouble, [&] {
     if (size < 1 || size > kMaxRanks) throw Error(cat("it has ", size, " ranks, at most ", kMaxRanks, " are possible"));
-    if (options.stall_after.count() == 0) options.stall_after = default_stall();
+    if (options.stall_after.count() == 0) options.stall_after = stall_from_environment();
     if (rank != 0) return std::string();
     segment = std::make_shared<Segment>(sizes_of(options, size));
     handover.emplace();

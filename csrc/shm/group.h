@@ -43,6 +43,9 @@ inline Fingerprint making() {
 // How often a long wait lets the program handle signals.
 constexpr std::chrono::milliseconds kBetweenSignals{100};
 
+// What TORCHTP_STALL_SECONDS says, or 10 s. Throws for what is no number of seconds.
+std::chrono::milliseconds stall_from_environment();
+
 // Rank 0's sizes count for all ranks; a timeout is each rank's own.
 struct GroupOptions {
   size_t slot_bytes = size_t{512} << 10;  // rounded up to pages
