@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from models import make_layout
 from torch import nn
-from training import loss_of, make_images
+from training import assert_same_gradients, loss_of, make_images
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -73,8 +73,7 @@ def _train_experts(axes):
     model = torchtp.parallelize(copy.deepcopy(single), layout)
     for each in (single, model):
         loss_of(each(make_images(0, 2))).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10, msg=name)
+    assert_same_gradients(model, single)
 
 
 @pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
@@ -129,8 +128,7 @@ def _train_bounded(use, axes):
     model = torchtp.parallelize(copy.deepcopy(single), layout)
     for each in (single, model):
         (loss_of(each(make_images(0, 2))) + each.kernel.square().sum()).backward()
-    for (name, mine), theirs in zip(model.named_parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-10, msg=name)
+    assert_same_gradients(model, single)
 
 
 @pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)

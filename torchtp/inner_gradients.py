@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtp._compile import leave_eager
 from torchtp.dtensor.spatial import on_first_mark
-from torchtp.dtensor.whole import Contributed, Gather, Whole
+from torchtp.dtensor.whole import Gather, whole_gradient
 
 _forward = threading.local()
 
@@ -41,7 +41,7 @@ def averaged(mesh: DeviceMesh, parameters: Container[int]) -> Iterator[None]:
 def _mean(mesh: DeviceMesh, grad: Any) -> Any:
     if isinstance(grad, DTensor) or not isinstance(grad, torch.Tensor) or grad.layout is not torch.strided:
         return grad
-    return Whole.apply(Contributed.apply(grad, mesh))
+    return whole_gradient(grad, mesh)
 
 
 def _hook(mesh: DeviceMesh, grad: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ StoreBootstrap::StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, in
       rank_(rank),
       size_(size),
       timeout_(timeout),
-      stall_(stall()),
+      stall_(std::min(stall(), timeout / 2)),
       prefix_(std::move(prefix)),
       names_(std::move(names)) {}
 
@@ -90,7 +90,7 @@ std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
 
 void StoreBootstrap::wait_for(int rank) {
   const Deadline deadline(timeout_);
-  std::optional<Deadline> stall(std::in_place, std::min(stall_, timeout_ / 2));
+  std::optional<Deadline> stall(stall_);
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
   while (!store_->has(key(rank))) {
@@ -114,9 +114,9 @@ void StoreBootstrap::wait_for(int rank) {
 }
 
 void StoreBootstrap::report_missing(int rank) const {
-  const std::string line = cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank],
-                               " has not come after ", in_words(std::min(stall_, timeout_ / 2)), "; rank ",
-                               names_[rank_], " waits for it, for ", in_words(timeout_), " at most\n");
+  const std::string line =
+      cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank], " has not come after ",
+          in_words(stall_), "; rank ", names_[rank_], " waits for it, for ", in_words(timeout_), " at most\n");
   std::fputs(line.c_str(), stderr);
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,6 +104,14 @@ def taken_alike(mesh: DeviceMesh, num_images: int, extents: Sequence[int]) -> Pl
     of = axes_of(mesh).taken_from.items()
     found = {placements for shape, placements in of if len(shape) > 2 and [shape[0], *shape[2:]] == sizes}
     return found.pop() if len(found) == 1 else None
+
+
+def cut_further(placements: Placements, like: Placements, takes: Callable[[int], bool]) -> Placements:
+    """The placements, and on axes over which they are whole those of `like` that cut a dim which `takes`."""
+    return tuple(
+        there if isinstance(here, Replicate) and plain_shard(there) and takes(there.dim) else here
+        for here, there in zip(placements, like, strict=True)
+    )
 
 
 def axes_cutting(placements: Placements, dims: Collection[int] | None = None) -> list[int]:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_of, is_cut, owned, taken_alike
+from torchtp.dtensor.cut import cut_further, cut_of, is_cut, owned, taken_alike
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, mark
-from torchtp.dtensor.upstream import DTensor, Op, Replicate, plain_shard
+from torchtp.dtensor.upstream import DTensor, Op
 from torchtp.dtensor.wrapping import wrap
 
 # aten's function (its backward is the name with _backward) -> the mode of torchtp::interpolate.
@@ -47,10 +47,7 @@ def _cut_as_what_was_pooled(input: Any, output_size: list[int]) -> Any:
     mesh, pooled_from = input.device_mesh, taken_alike(input.device_mesh, input.size(0), output_size)
     if pooled_from is None:
         return input
-    placements = tuple(
-        there if isinstance(here, Replicate) and plain_shard(there) and there.dim >= 2 else here
-        for here, there in zip(input.placements, pooled_from, strict=True)
-    )
+    placements = cut_further(input.placements, pooled_from, lambda dim: dim >= 2)
     return wrap(local_as(input, mesh, placements), mesh, placements, input.shape)
 
 

@@ -15,7 +15,7 @@ from torchtp.dtensor.moving import recut
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
 from torchtp.dtensor.shape import axis_cutting, taken
-from torchtp.dtensor.sharing import average_for_users, local_as
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of, taken_apart
 from torchtp.dtensor.wrapping import Function, on_mesh, parameter_gradient, wrap, wrap_in_format
@@ -150,12 +150,7 @@ class Spread(Function):
 @takes_nested
 def linear(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias = bound(op, args, kwargs)
-    if not _takes(input, weight, bias):
-        return taken_apart(op, args, kwargs)
-    for parameter in (weight, bias):
-        if isinstance(parameter, torch.Tensor) and not isinstance(parameter, DTensor):
-            average_for_users(parameter, input.device_mesh)
-    return Linear.apply(input, weight, bias)
+    return Linear.apply(input, weight, bias) if _takes(input, weight, bias) else taken_apart(op, args, kwargs)
 
 
 @spatial_rule("linear")

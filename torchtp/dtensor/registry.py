@@ -137,10 +137,11 @@ def install(name: str, handler: Handler) -> None:
 
 
 def _mind_users(args: tuple[Any, ...]) -> None:
+    """Before what was made of parameters meets a cut tensor: functions of people's own get their gradients averaged."""
     made = [arg for arg in args if type(arg) is torch.Tensor and arg.grad_fn is not None]
-    for tensor in made:
-        lead = next((arg for arg in args if isinstance(arg, DTensor)), None)
-        if lead is not None:
+    lead = next((arg for arg in args if isinstance(arg, DTensor)), None) if made else None
+    if lead is not None:
+        for tensor in made:
             average_for_users(tensor, lead.device_mesh)
 
 
@@ -189,7 +190,10 @@ def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]
     handler = guarded_composite(handler)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return handler(op, args, kwargs) if any(map(takes, args)) else taken_apart(op, args, kwargs)
+        if not any(map(takes, args)):
+            return taken_apart(op, args, kwargs)
+        _mind_users(args)
+        return handler(op, args, kwargs)
 
     library = _libraries.setdefault("aten, kernels", torch.library.Library("aten", "IMPL"))
     for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):

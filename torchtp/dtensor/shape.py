@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, interval, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, cut_further, dim_of, interval, sums_done
 from torchtp.dtensor.fallback import fallback, has_strided_shard, unruled
 from torchtp.dtensor.moving import gathers, mirrored, only_row, pulled, shifted
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -21,7 +21,6 @@ from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
     Op,
-    Placement,
     Replicate,
     Shard,
     local_of,
@@ -246,10 +245,7 @@ def expand(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if tensor.size(dim) != shape[dim + more]:  # one row becomes many: every rank needs it
             local = only_row(local, mesh, placements, dim)
     if taken_from is not None:
-        wider = tuple(
-            there if isinstance(here, Replicate) and _is_expanded(tensor, shape, there) else here
-            for here, there in zip(wider, taken_from, strict=True)
-        )
+        wider = cut_further(wider, taken_from, lambda dim: dim < more or tensor.size(dim - more) != shape[dim])
     local_shape = list(shape)
     for dim in {p.dim for p in wider if plain_shard(p)}:
         begin, end = interval(mesh, wider, dim, shape[dim])
@@ -268,14 +264,6 @@ def _summed_from(tensor: DTensor, shape: torch.Size) -> Placements | None:
     if node_in_backward(*_SUMS) is None:
         return None
     return axes_of(tensor.device_mesh).taken_from.get(shape)
-
-
-def _is_expanded(tensor: DTensor, shape: torch.Size, placement: Placement) -> bool:
-    """Whether the placement cuts a dim in which one row becomes many."""
-    if not plain_shard(placement):
-        return False
-    dim = placement.dim - (len(shape) - tensor.dim())
-    return dim < 0 or tensor.size(dim) != shape[placement.dim]
 
 
 @spatial_rule("repeat")

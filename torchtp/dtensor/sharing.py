@@ -21,7 +21,7 @@ from torchtp.dtensor.upstream import (
     make_spec,
     spec_of,
 )
-from torchtp.dtensor.whole import Contributed, Gather, Whole, is_first
+from torchtp.dtensor.whole import Gather, is_first, whole_gradient
 
 _ATTRIBUTE, _AVERAGES = "_torchtp_hands_out", "_torchtp_averages"
 _MOST_NODES = 1000  # of what a tensor was made by that are looked at
@@ -58,12 +58,7 @@ def goes_through_users(tensor: torch.Tensor) -> bool:
 def average_for_users(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where `goes_through_users`."""
     if tensor.requires_grad and is_first(tensor, _AVERAGES) and goes_through_users(tensor):
-        tensor.register_hook(lambda grad: averaged(grad, mesh))
-
-
-def averaged(grad: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The gradient, plain and whole, of what ranks hand out or of what is still to be summed."""
-    return Gather.apply(grad) if isinstance(grad, DTensor) else Whole.apply(Contributed.apply(grad, mesh))
+        tensor.register_hook(lambda grad: whole_gradient(grad, mesh))
 
 
 def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:

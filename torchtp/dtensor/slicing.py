@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_of, dim_of, interval, remember_taken_from
+from torchtp.dtensor.cut import axes_of, cut_further, dim_of, interval, remember_taken_from
 from torchtp.dtensor.fallback import unruled, view_links
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
@@ -18,7 +18,6 @@ from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
-    Replicate,
     Shard,
     in_backward,
     local_of,
@@ -112,10 +111,7 @@ def _among_zeros(rows: Any, sizes: list[int], dim: int, begin: int) -> DTensor |
     if known is None:
         return None
     local, mesh, placements = summed(rows)
-    cut = tuple(
-        there if isinstance(here, Replicate) and plain_shard(there) and there.dim == dim else here
-        for here, there in zip(placements, known, strict=True)
-    )
+    cut = cut_further(placements, known, lambda its: its == dim)
     if cut == placements or any(plain_shard(p) and p.dim == dim for p in placements):
         return None
     first, last = interval(mesh, cut, dim, shape[dim])
@@ -229,9 +225,10 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not isinstance(grad, DTensor):
         return unruled(op, args, kwargs)
     dim = dim_of(dim, len(sizes))
-    laid = _among_zeros(grad.unsqueeze(dim), sizes, dim, index % sizes[dim])
-    if laid is not None:
-        return laid
+    if torch.Size(sizes) in axes_of(grad.device_mesh).taken_from:  # else the row is not made one for nothing
+        laid = _among_zeros(grad.unsqueeze(dim), sizes, dim, index % sizes[dim])
+        if laid is not None:
+            return laid
     local, mesh, placements = summed(grad)
     wider = tuple(Shard(p.dim + 1) if plain_shard(p) and p.dim >= dim else p for p in placements)
     local_sizes = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]

@@ -69,6 +69,11 @@ class Contributed(Function):
         return Whole.apply(on_mesh(grad, ctx.mesh)), None
 
 
+def whole_gradient(grad: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The gradient, plain and whole, of what the ranks of a mesh hand out, or of what is still to be summed; differentiable."""
+    return Gather.apply(grad) if isinstance(grad, DTensor) else Whole.apply(Contributed.apply(grad, mesh))
+
+
 class Given(Function):
     """What every rank holds and gives to a computation on cut tensors; its gradient is the mean of what the ranks hand out.
 
@@ -82,7 +87,7 @@ class Given(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return Gather.apply(grad) if isinstance(grad, DTensor) else Whole.apply(Contributed.apply(grad, ctx.mesh)), None
+        return whole_gradient(grad, ctx.mesh), None
 
 
 _HANDS_IN = "_torchtp_hands_in"
