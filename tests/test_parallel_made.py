@@ -1,6 +1,7 @@
 """Weights, biases and templates that a network makes of its cut activations: exact, or refused."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -95,16 +96,25 @@ class LowerBound(torch.autograd.Function):
         return ((x >= bound) | (grad < 0)) * grad * (1 + grad.abs()), None
 
 
+def _hooked(tensor, bound):
+    made = tensor * 1.0
+    made.register_hook(lambda grad: grad.clamp(-bound * 1e-2, bound * 1e-2))
+    return made
+
+
+LIMITS = {"functions": LowerBound.apply, "hooks": _hooked}
+
+
 class Bounded(nn.Module):
-    def __init__(self, use):
+    def __init__(self, use, limit):
         super().__init__()
-        self.use = use
+        self.use, self.limit = use, limit
         self.look = nn.Conv2d(2, 4, 3, padding=1)
         self.kernel = nn.Parameter(torch.linspace(-0.5, 0.6, 16).view(4, 4)[:, [2, 0, 3, 1]])
         self.vector = nn.Parameter(torch.tensor([-0.3, 0.4, -0.1, 0.2]))
 
     def forward(self, x):
-        return self.use(self.look(x), LowerBound.apply(self.kernel, 0.05), LowerBound.apply(self.vector, 0.1))
+        return self.use(self.look(x), self.limit(self.kernel, 0.05), self.limit(self.vector, 0.1))
 
 
 BOUNDED = {
@@ -121,20 +131,20 @@ BOUNDED = {
 }
 
 
-def _train_bounded(use, axes):
+def _train_bounded(use, limit, axes):
     layout = make_layout(axes)
     torch.manual_seed(2)
-    single = Bounded(BOUNDED[use]).double()
+    single = Bounded(BOUNDED[use], LIMITS[limit]).double()
     model = torchtp.parallelize(copy.deepcopy(single), layout)
     for each in (single, model):
         (loss_of(each(make_images(0, 2))) + each.kernel.square().sum()).backward()
     assert_same_gradients(model, single)
 
 
-@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("limit, axes", [*product(LIMITS, [{"w": 2}]), ("functions", {"h": 2, "w": 2})], ids=str)
 @pytest.mark.parametrize("use", BOUNDED)
-def test_backwards_of_peoples_own_get_gradients_not_contributions(use, axes):
-    run_ranks(_train_bounded, 4 if "h" in axes else 2, use, axes)
+def test_backwards_and_hooks_of_peoples_own_get_gradients_not_contributions(use, limit, axes):
+    run_ranks(_train_bounded, 4 if "h" in axes else 2, use, limit, axes)
 
 
 REFUSED = {

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "gradients/captured.h"
+#include "gradients/hooked.h"
 #include "gradients/reducer.h"
 
 namespace torchtp::bindings {
@@ -158,6 +159,7 @@ void bind_gradients(pybind11::module_& m) {
   py::class_<CapturedGradients, std::shared_ptr<CapturedGradients>>(m, "CapturedGradients")
       .def(py::init(&captured), py::arg("parameters"), py::arg("group_name"), py::arg("own_hook"))
       .def("watch", &CapturedGradients::watch, no_gil, py::arg("output"));
+  m.def("is_hooked", &gradients::is_hooked, py::arg("tensor"), py::arg("most_nodes"));
 }
 
 }  // namespace torchtp::bindings

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtp import _C
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, interval
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.upstream import (
@@ -36,10 +37,12 @@ def hand_out(tensor: torch.Tensor) -> None:
 
 
 def goes_through_users(tensor: torch.Tensor) -> bool:
-    """Whether its gradient goes on through the backward of a Function that is neither PyTorch's nor this package's.
+    """Whether its gradient goes on through hooks, or the backward of a Function that is neither PyTorch's nor this package's.
 
     Such a one may ask for a gradient's sign or size, which a contribution by the mean rule does not have.
     """
+    if _C.is_hooked(tensor, _MOST_NODES):
+        return True
     nodes = [tensor.grad_fn]
     seen: set[Any] = set()
     while nodes and len(seen) < _MOST_NODES:
@@ -57,8 +60,15 @@ def goes_through_users(tensor: torch.Tensor) -> bool:
 
 def average_for_users(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where `goes_through_users`."""
-    if tensor.requires_grad and is_first(tensor, _AVERAGES) and goes_through_users(tensor):
-        tensor.register_hook(lambda grad: whole_gradient(grad, mesh))
+    if not tensor.requires_grad or not is_first(tensor, _AVERAGES) or not goes_through_users(tensor):
+        return
+    hooks = tensor._backward_hooks
+    before = dict(hooks or {})
+    if hooks is not None:
+        hooks.clear()
+    tensor.register_hook(lambda grad: whole_gradient(grad, mesh))
+    if hooks is not None:
+        hooks.update(before)  # run as they stand here: what users have hooked sees what ours makes
 
 
 def local_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
