@@ -3,7 +3,8 @@
 The ranks that cut one image run a forward from the same generator states (those of the first of them, see `stream`), so
 whatever is drawn whole, as DropPath's mask or a mixup's weight, is the same on all of them. Whatever is drawn for a cut tensor, as dropout's
 mask, is drawn for the whole one and cut (see dtensor/random.py): exactly the single device's numbers, for the time and memory of
-drawing them all. Data rank 0 uses its own generators, as a single device would; the other data ranks derive theirs.
+drawing them all. Where there are several data ranks, each derives its states from its own and its number, and all of them go on
+alike afterwards: what a program that was seeded alike draws between forwards is the same everywhere.
 Checkpointing keeps and restores the states of torch's generators as it always does.
 """
 
@@ -43,14 +44,14 @@ def stream(layout: Layout, fingerprints: list[int]) -> Iterator[None]:
     state was not used gets it back, moved on by one draw if the forward drew anything from it.
     """
     agreed = all(value == fingerprints[0] for value in fingerprints)
-    if agreed and layout.data_rank == 0:
+    if agreed and layout.num_data == 1:
         yield
         return
     generators = _generators(layout)
     own = [generator.state() for generator in generators]
     foreign = []
     for generator, mine, first in zip(generators, own, own if agreed else _of_the_first(own, layout), strict=True):
-        if layout.data_rank > 0:
+        if layout.num_data > 1:
             generator.seed(digest(repr((digest(first), layout.data_rank)).encode()))
         elif mine != first:
             generator.restore(first)
