@@ -63,6 +63,75 @@ class Latent(nn.Module):
         return self.conv(x) * latent
 
 
+class Flow(nn.Module):
+    """x moves along tanh(conv(x)), or what `solve` makes of that."""
+
+    def __init__(self, solve):
+        super().__init__()
+        self.conv, self.solve = nn.Conv2d(3, 3, 3, padding=1), solve
+
+    def step(self, x):
+        return self.conv(x).tanh()
+
+    def forward(self, x):
+        return self.solve(self, self.conv(x))
+
+
+class Adjoint(torch.autograd.Function):
+    """Steps of Euler, back again with everything in one vector and of a length that depends on its norm."""
+
+    @staticmethod
+    def forward(ctx, flow, x, *parameters):
+        ctx.flow, ctx.parameters = flow, parameters
+        for _ in range(2):
+            x = x + 0.1 * flow.step(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        state = [x, grad, *map(torch.zeros_like, ctx.parameters)]
+        for _ in range(2):
+            with torch.enable_grad():
+                x = state[0].detach().requires_grad_()
+                moved = ctx.flow.step(x)
+                grads = torch.autograd.grad(moved, (x, *ctx.parameters), state[1])
+            slopes = torch.cat([part.reshape(-1) for part in (-moved.detach(), *grads)])
+            slopes = slopes.split([part.numel() for part in state])
+            length = 0.1 / (1 + torch.cat(slopes).norm())
+            state = [part + length * slope.view(part.shape) for part, slope in zip(state, slopes, strict=True)]
+        return None, *state[1:]
+
+
+class Assign(torch.autograd.Function):
+    """Writes where autograd does not see it."""
+
+    @staticmethod
+    def forward(ctx, scratch, value, index):
+        ctx.index = index
+        scratch.data[index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad[ctx.index], None
+
+
+def _stages(flow, x):
+    """Runge and Kutta's, kept in a tensor that is written stage by stage, of a length that depends on the first."""
+    first = flow.step(x)
+    length = first.square().mean().sqrt()
+    stages = Assign.apply(torch.empty(*x.shape, 2, dtype=x.dtype), first, (..., 0))
+    then = flow.step(x + torch.sum(stages[..., :1] * (torch.tensor([0.5]).double() * length), dim=-1).view_as(x))
+    stages = Assign.apply(stages, then, (..., 1))
+    return x + torch.sum(stages * (torch.tensor([0.3, 0.7]).double() * length), dim=-1)
+
+
+def _adjoint(flow, x):
+    return Adjoint.apply(flow, x, *flow.conv.parameters())
+
+
 def compare(axes, make, *args):
     x = torch.rand(2, 3, 8, 9, generator=torch.Generator().manual_seed(0)).double()
     seen = []
@@ -93,3 +162,9 @@ def test_an_inner_loop(axes, copies, create_graph):
 @pytest.mark.parametrize("born", BORN)
 def test_a_latent_that_is_fitted_in_forward(born, plain_first):
     run_ranks(compare, 2, {"w": 2}, Latent, born, plain_first)
+
+
+@pytest.mark.parametrize("solve", [_adjoint, _stages])
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_a_flow_is_solved_in_functions_of_peoples_own(axes, solve):
+    run_ranks(compare, math.prod(axes.values()), axes, Flow, solve)

@@ -1,4 +1,4 @@
-"""Gradients that a parallelized forward takes itself, to go on with them: inner loops of meta-learning, latents fitted to an image.
+"""Gradients that a parallelized forward, or a backward, takes itself, to go on with them: inner loops of meta-learning, latents fitted to an image, adjoints.
 
 What autograd gives of a plain tensor is this rank's contribution, by the mean rule. For parameters it is averaged at the
 end of a training step; what a forward computes with must be the gradient itself, so here it is averaged at once.
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtp._compile import leave_eager
 from torchtp.dtensor.spatial import on_first_mark
+from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather, whole_gradient
 
 _forward = threading.local()
@@ -66,6 +67,10 @@ def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
                 nodes.append(other)
 
 
+def _mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
+    return next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+
+
 def _leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     leaves = (getattr(node, "variable", None) for node in _nodes(outputs))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -98,11 +103,13 @@ def _install() -> None:
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_batched(outputs)
         now = getattr(_forward, "now", None)
+        if not kwargs.get("accumulate_grad") and (now is not None or in_backward()):
+            grads = theirs(outputs, *args, **kwargs)
+            mesh = _mesh_of((*outputs, *args[0], *grads)) if now is None else now[0]
+            return grads if mesh is None else tuple(_mean(mesh, grad) for grad in grads)
         if now is None:
             return theirs(outputs, *args, **kwargs)
         mesh, parameters = now
-        if not kwargs.get("accumulate_grad"):
-            return tuple(_mean(mesh, grad) for grad in theirs(outputs, *args, **kwargs))
         with ExitStack() as hooks:
             for leaf in _leaves(outputs):
                 if id(leaf) not in parameters and not isinstance(leaf, DTensor):

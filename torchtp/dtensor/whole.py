@@ -96,9 +96,10 @@ _HANDS_IN = "_torchtp_hands_in"
 def hand_in(tensor: DTensor) -> None:
     """Have a DTensor whose values are about to go into a plain tensor take the plain gradient that comes back for them.
 
-    What else comes back is added up with it by the mean rule first, see `pointwise._accumulate`.
+    What else comes back is added up with it by the mean rule first, see `pointwise._accumulate`. With grad mode off, what
+    has a gradient is written in the forward of a Function of people's own.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not tensor.requires_grad:
         return
     mesh = tensor.device_mesh
     axes_of(mesh).writes_into_plain = True
