@@ -165,18 +165,37 @@ dist.destroy_process_group()
 """
 
 
-def test_a_rank_that_does_not_come_to_the_making_of_a_group_is_named(tmp_path):
-    def start(rank):
-        command = [sys.executable, "-c", _MEETS, str(rank), str(tmp_path / "store")]
-        return subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"TORCHTP_STALL_SECONDS": "0.2"}
-        )
+_MAKES = """
+import sys, torch, torch.distributed as dist, torchtp
+dist.init_process_group("torchtp", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+dist.new_group() if sys.argv[1] == "0" else dist.all_reduce(torch.ones(3))
+"""
 
-    with start(0) as first:
+
+def _start(program, rank, store):
+    command = [sys.executable, "-c", program, str(rank), str(store)]
+    environment = os.environ | {"TORCHTP_STALL_SECONDS": "0.2"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_rank_that_does_not_come_to_the_making_of_a_group_is_named(tmp_path):
+    with _start(_MEETS, 0, tmp_path / "store") as first:
         told = next((line for line in first.stderr if line.startswith("[torchtp]")), "")
-        with start(1) as second:
+        with _start(_MEETS, 1, tmp_path / "store") as second:
             assert second.wait() == 0, second.stderr.read()
         assert first.wait() == 0
     assert re.search(
         r"of 2 ranks is being made: rank 1 has not come after 200 ms; rank 0 waits for it, for .* at most", told
     )
+
+
+def test_a_group_is_not_made_with_a_rank_that_waits_for_who_makes_it(tmp_path):
+    with _start(_MAKES, 0, tmp_path / "store") as first, _start(_MAKES, 1, tmp_path / "store") as second:
+        told = [first.stderr.read(), second.stderr.read()]
+    assert first.returncode == second.returncode == 1
+    # Who fails first may be gone before the other one looks.
+    deadlocks = re.findall("Error: (torchtp.*that is a deadlock)", "".join(told))
+    assert deadlocks
+    for deadlock in deadlocks:
+        assert re.search(r"new_group '\S+' \(2 ranks\)", deadlock)
+        assert "allreduce #0 (SUM, fp32, 3 elements)" in deadlock

@@ -27,6 +27,15 @@ void Lifetime::check() const {
   TORCH_CHECK_WITH(DistBackendError, !over_, "torchtp: the process group has been shut down");
 }
 
+std::unique_ptr<shm::OutsideWait> Lifetime::wait_outside(int rank, const std::string& what) const {
+  if (over_) return nullptr;
+  const std::shared_ptr<shm::Group>& host = engine_->host();
+  for (int here = 0; here < host->size(); ++here) {
+    if (host->called(here) == rank) return std::make_unique<shm::OutsideWait>(host, here, what);
+  }
+  return nullptr;
+}
+
 void Lifetime::submit(std::function<void()> task) {
   try {
     if (!runner_.submit(std::move(task))) check();

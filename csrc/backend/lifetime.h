@@ -10,6 +10,7 @@
 #include "backend/device_group.h"
 #include "backend/engine.h"
 #include "backend/runner.h"
+#include "shm/outside_wait.h"
 
 namespace torchtp::backend {
 
@@ -26,6 +27,8 @@ class Lifetime {
 
   // What the group knows, as long as it is not over.
   shm::Presence presence(int rank) const { return over_ ? shm::Presence::kThere : engine_->presence(rank); }
+  // Begins to wait for a rank of this host with something that is no call of the group; nothing for other ranks.
+  std::unique_ptr<shm::OutsideWait> wait_outside(int rank, const std::string& what) const;
 
   // See Runner. `sequence` is the call's; a wait for those before it answers signals, which may end the group.
   void submit(std::function<void()> task);

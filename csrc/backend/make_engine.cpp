@@ -92,7 +92,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
 MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options) {
   std::optional<StoreBootstrap> met;
   try {
-    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout, options.presence);
+    StoreBootstrap& bootstrap = met.emplace(store, rank, size, options.timeout, options.before);
     shm::GroupOptions group_options;
     group_options.timeout = options.timeout;
     group_options.name = options.group_name;

@@ -9,16 +9,17 @@
 #include <string>
 
 #include "backend/engine.h"
+#include "backend/store_bootstrap.h"
 #include "core/fork_guard.h"
 
 namespace torchtp::backend {
 
 struct EngineOptions {
   std::chrono::milliseconds timeout;
-  std::string group_name;                           // in error messages
-  std::shared_ptr<shm::Whereabouts> whereabouts;    // of this process
-  std::shared_ptr<ForkGuard> fork_guard;            // of this process
-  std::function<shm::Presence(int rank)> presence;  // as a group made before knows; may be empty
+  std::string group_name;                         // in error messages
+  std::shared_ptr<shm::Whereabouts> whereabouts;  // of this process
+  std::shared_ptr<ForkGuard> fork_guard;          // of this process
+  Acquaintance before;
 };
 
 struct MadeEngine {

@@ -44,9 +44,9 @@ std::string generation(PatientStore& store, int rank, int size) {
 }  // namespace
 
 StoreBootstrap::StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                               std::chrono::milliseconds timeout, std::function<shm::Presence(int)> presence)
+                               std::chrono::milliseconds timeout, Acquaintance before)
     : StoreBootstrap(std::make_shared<PatientStore>(std::move(store), timeout), rank, size, timeout) {
-  before_ = std::move(presence);
+  before_ = std::move(before);
 }
 
 StoreBootstrap::StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size,
@@ -69,7 +69,11 @@ StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
                       prefix_ + "/from" + std::to_string(members[0]), members);
   some.interruption_ = interruption_;
   if (watched_) some.watch([all = watched_, members](int member) { return all(members[member]); });
-  if (before_) some.before_ = [all = before_, members](int member) { return all(members[member]); };
+  const auto inside = [&members](const auto& all) {
+    using Known = std::decay_t<decltype(all)>;
+    return all ? Known([all, members](int member) { return all(members[member]); }) : Known();
+  };
+  some.before_ = {inside(before_.presence), inside(before_.wait_for)};
   return some;
 }
 
@@ -93,15 +97,18 @@ void StoreBootstrap::wait_for(int rank) {
   std::optional<Deadline> stall(stall_);
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
+  std::unique_ptr<shm::OutsideWait> wait;
   while (!store_->has(key(rank))) {
     look_at(rank, rank);
     if (next_look.passed()) {
       look_around(rank);
       handle_signals();
       next_look = Deadline(kBetweenLooks);
+      if (!wait && before_.wait_for) wait = before_.wait_for(rank);
+      if (const std::string deadlock = wait ? wait->look() : ""; !deadlock.empty()) give_up(deadlock);
       if (stall && stall->passed()) {
         stall.reset();
-        report_missing(rank);
+        report_missing(rank, wait.get());
       }
     }
     if (deadline.passed()) {
@@ -111,12 +118,14 @@ void StoreBootstrap::wait_for(int rank) {
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, kLastPause);
   }
+  if (wait) wait->end();
 }
 
-void StoreBootstrap::report_missing(int rank) const {
+void StoreBootstrap::report_missing(int rank, const shm::OutsideWait* wait) const {
   const std::string line =
       cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank], " has not come after ",
-          in_words(stall_), "; rank ", names_[rank_], " waits for it, for ", in_words(timeout_), " at most\n");
+          in_words(stall_), "; rank ", names_[rank_], " waits for it, for ", in_words(timeout_), " at most",
+          wait == nullptr ? "" : "; " + wait->describe(), "\n");
   std::fputs(line.c_str(), stderr);
 }
 
@@ -134,7 +143,7 @@ void StoreBootstrap::look_at(int rank, int awaited) {
 
 shm::Presence StoreBootstrap::presence(int rank) const {
   if (watched_ && watched_(rank)) return shm::Presence::kDied;
-  return before_ ? before_(rank) : shm::Presence::kThere;
+  return before_.presence ? before_.presence(rank) : shm::Presence::kThere;
 }
 
 void StoreBootstrap::give_up_for(int rank) {
@@ -173,7 +182,7 @@ void StoreBootstrap::read_why_others_gave_up() {
 std::string StoreBootstrap::ended() const {
   std::string text;
   const Deadline end_of_looking(kBetweenLooks);
-  while ((watched_ || before_) && text.empty() && !end_of_looking.passed()) {
+  while ((watched_ || before_.presence) && text.empty() && !end_of_looking.passed()) {
     for (int rank = 0; rank < size_; ++rank) {
       if (presence(rank) != shm::Presence::kThere) text += cat("; rank ", names_[rank], " has ended");
     }

@@ -12,17 +12,23 @@
 #include "backend/patient_store.h"
 #include "shm/bootstrap.h"
 #include "shm/group.h"
+#include "shm/outside_wait.h"
 
 namespace torchtp::backend {
+
+// What a group made before knows of the ranks of one that is being made. Each may be empty.
+struct Acquaintance {
+  std::function<shm::Presence(int rank)> presence;
+  std::function<std::unique_ptr<shm::OutsideWait>(int rank)> wait_for;  // nothing where it does not know the rank
+};
 
 // Bootstrap over a c10d store. A store outlives the groups made on it (torchrun's lives as long as the job) and
 // prefixes repeat, so each rank counts its arrivals and keys carry that generation. A rank that gives up leaves word
 // why: the others throw that.
 class StoreBootstrap : public shm::Bootstrap {
  public:
-  // `presence`: what a group made before knows of the ranks; may be empty.
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
-                 std::function<shm::Presence(int rank)> presence = {});
+                 Acquaintance before = {});
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
@@ -46,7 +52,7 @@ class StoreBootstrap : public shm::Bootstrap {
                  std::string prefix, std::vector<int> names);
   shm::Presence presence(int rank) const;
   void wait_for(int rank);
-  void report_missing(int rank) const;
+  void report_missing(int rank, const shm::OutsideWait* wait) const;
   void look_at(int rank, int awaited);
   void look_around(int awaited);
   void read_why_others_gave_up();
@@ -66,7 +72,7 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
   std::function<bool(int)> watched_;
-  std::function<shm::Presence(int)> before_;
+  Acquaintance before_;
   std::shared_ptr<std::exception_ptr> interruption_ = std::make_shared<std::exception_ptr>();
 };
 

@@ -38,11 +38,14 @@ void check_caller(const Engine& engine) {
   refuse_in_signal_handler("the process group");
 }
 
-// Of the ranks of a group whose global ranks are known.
-std::function<shm::Presence(int)> presence_of(const std::shared_ptr<Lifetime>& default_group,
-                                              const std::vector<uint64_t>& global_ranks) {
+// With the ranks of a group whose global ranks are known.
+Acquaintance acquaintance(const std::shared_ptr<Lifetime>& default_group, const std::string& name,
+                          const std::vector<uint64_t>& global_ranks) {
   if (!default_group || global_ranks.empty()) return {};
-  return [=](int rank) { return default_group->presence(static_cast<int>(global_ranks.at(rank))); };
+  const std::string what = cat("new_group '", name, "' (", global_ranks.size(), " ranks)");
+  const auto global = [=](int rank) { return static_cast<int>(global_ranks.at(rank)); };
+  return {[=](int rank) { return default_group->presence(global(rank)); },
+          [=](int rank) { return default_group->wait_outside(global(rank), what); }};
 }
 
 // `posting_ns`: what the call itself took.
@@ -68,10 +71,11 @@ TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int
     : Backend(rank, size),
       options_(std::move(options)),
       make_group_(std::move(make_group)),
-      made_(make_engine(
-          store, rank, size,
-          {options_->timeout, options_->group_name, of_process.trace ? of_process.trace->whereabouts() : nullptr,
-           std::move(of_process.fork_guard), presence_of(of_process.default_group, options_->global_ranks_in_group)})),
+      made_(
+          make_engine(store, rank, size,
+                      {options_->timeout, options_->group_name,
+                       of_process.trace ? of_process.trace->whereabouts() : nullptr, std::move(of_process.fork_guard),
+                       acquaintance(of_process.default_group, options_->group_name, options_->global_ranks_in_group)})),
       engine_(made_.engine),
       device_(std::make_shared<DeviceGroup>(std::move(make_device_group), made_.store_prefix + "/device")),
       recorder_(std::make_shared<Recorder>(

@@ -193,6 +193,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
  private:
   friend class FirstThreadWaits;
+  friend class OutsideWait;
   class Arrival;
 
   void compare_fingerprints();
