@@ -230,6 +230,12 @@ timer.start()
 dist.all_reduce(torch.ones(4))
 """
 _RAISES = "raise ValueError('mine')"
+_RAISES_AND_DESTROYS = """
+try:
+    raise ValueError('mine')
+finally:
+    dist.destroy_process_group()
+"""
 
 
 def _ends(tmp_path, ending):
@@ -267,7 +273,23 @@ def test_ctrl_c_ends_a_rank_with_calls_under_way_as_it_ends_any_program(tmp_path
     assert any(f"rank 0 {end}" in other for end in ends), other
 
 
-def test_a_rank_that_ends_by_an_error_waits_for_no_calls_under_way(tmp_path):
-    code, mine, other = _ends(tmp_path, _RAISES)
+@pytest.mark.parametrize("ending", [_RAISES, _RAISES_AND_DESTROYS], ids=["raises", "destroys"])
+def test_a_rank_that_ends_by_an_error_waits_for_no_calls_under_way(tmp_path, ending):
+    code, mine, other = _ends(tmp_path, ending)
     assert code == 1 and mine.rstrip().endswith("ValueError: mine"), (code, mine)
     assert "rank 0 ended by an error (ValueError) with calls under way" in other
+
+
+def _destroyed_at_the_end_of_a_loop():
+    summed = [torch.ones(1000) for _ in range(20)]
+    batches = iter(summed)
+    try:
+        while True:
+            dist.all_reduce(next(batches), async_op=True)
+    except StopIteration:
+        dist.destroy_process_group()
+    return all(each.eq(2).all() for each in summed)
+
+
+def test_a_group_that_is_destroyed_at_the_end_of_a_loop_finishes_what_is_queued():
+    assert run_ranks(_destroyed_at_the_end_of_a_loop, 2, backend="torchtp") == [True, True]

@@ -70,14 +70,14 @@ void Lifetime::run_after(const std::function<std::string()>& where, const std::f
   });
 }
 
-void Lifetime::end(const std::string& error) {
+void Lifetime::end(const std::string& error, std::chrono::milliseconds patience) {
   if (in_signal_handler()) {  // of a wait in this group, maybe: it ends by this, and the group when it can
     return engine_->abort(cat("rank ", engine_->rank(), " shut the group down in a signal handler"));
   }
   if (engine_->host()->is_forked()) return runner_.leave_as_it_is();
   const GilRelease release;
   if (over_.exchange(true)) return;
-  if (!error.empty() && runner_.is_busy()) {
+  if (!error.empty() && !Runner::on_worker() && !runner_.is_idle_within(patience)) {
     engine_->abort(cat("rank ", engine_->rank(), " ended by an error (", error, ") with calls under way"));
   }
   std::exception_ptr interruption;

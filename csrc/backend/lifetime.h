@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -38,9 +39,9 @@ class Lifetime {
   [[noreturn]] void lack_thread(const std::system_error& error);
 
   // Finishes what is queued and leaves the group; the second time nothing. Throws what a signal handler raises
-  // meanwhile, once all has ended. With an `error` by which the program ends nothing is finished: who ends so cannot
-  // wait for others, and they hear why.
-  void end(const std::string& error = "");
+  // meanwhile, once all has ended. With an `error` by which the program ends nothing is finished that takes longer than
+  // `patience`: others may wait for what this rank will not do any more, and they hear why.
+  void end(const std::string& error = "", std::chrono::milliseconds patience = {});
 
  private:
   void run_after(const std::function<std::string()>& where, const std::function<void()>& task);

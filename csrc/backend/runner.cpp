@@ -39,9 +39,9 @@ void Runner::run(const std::function<void()>& task, const std::function<void()>&
   state_->changed.notify_all();
 }
 
-bool Runner::is_busy() const {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->busy || !state_->queue.empty();
+bool Runner::is_idle_within(std::chrono::milliseconds patience) const {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  return state_->changed.wait_for(lock, patience, [&] { return !state_->busy && state_->queue.empty(); });
 }
 
 void Runner::stop() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -21,7 +22,8 @@ class Runner {
   bool submit(std::function<void()> task);  // false after stop(): it will not run
   // `look` is called some ten times a second while others are to be done first; where it throws, the task will not run.
   void run(const std::function<void()>& task, const std::function<void()>& look);
-  bool is_busy() const;  // or has something queued
+  // Whether nothing runs and nothing is queued, at the end of so long a wait at the latest. Without Python's lock.
+  bool is_idle_within(std::chrono::milliseconds patience) const;
   static bool on_worker() { return own_state_ != nullptr; }
   // On a worker: runs what is queued, in order, until `is_done()` or nothing is left. A callback of one task may wait
   // for a later one, which nobody else would run. On any other thread it does nothing.

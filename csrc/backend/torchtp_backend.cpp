@@ -9,6 +9,7 @@
 #include "backend/arguments.h"
 #include "backend/comms_event.h"
 #include "backend/device_work.h"
+#include "backend/handled_exception.h"
 #include "backend/label.h"
 #include "backend/recorded_exchange.h"
 #include "backend/signal_handlers.h"
@@ -20,6 +21,9 @@
 
 namespace torchtp::backend {
 namespace {
+
+// For what is queued where a group is destroyed on the way out with an exception. Others may have sent their parts.
+constexpr auto kPatienceOfErrors = std::chrono::seconds(1);
 
 void check(const Engine& engine) {
   try {
@@ -142,7 +146,7 @@ void TorchtpBackend::abort() {
   device_->abort();
 }
 
-void TorchtpBackend::shutdown() { lifetime_->end(); }
+void TorchtpBackend::shutdown() { lifetime_->end(handled_exception(), kPatienceOfErrors); }
 
 std::function<void()> TorchtpBackend::task(uint64_t sequence, uint64_t number, std::chrono::milliseconds timeout,
                                            std::function<void(const Call&)> body,
