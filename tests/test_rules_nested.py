@@ -166,7 +166,7 @@ ONCE = {
     "correlated",
     "coded",
 }  # the second derivatives of norms and softmax gather; extremes have none
-if torch.__version__ >= (2, 15):
+if torch.__version__ >= (2, 14):
     ONCE.add("class_attention")  # by its flash attention, which has none on one device either
 
 
