@@ -41,6 +41,7 @@ struct Streams::Connection {
   // As far as known; edges of epoll set them, the end of what the socket takes or has clears them.
   bool writable = true, readable = true;
   bool hung_up = false;         // reading goes on to the end
+  std::string deaf;             // why the peer takes no more; what it has said before is read to the end
   std::string trouble;          // why it is lost; empty while it is not
   std::vector<std::byte> part;  // of what arrives for Arrived
 };
@@ -112,7 +113,8 @@ void Streams::Shared::lose(Connection& connection, const std::string& why) {
 bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<std::mutex>& lock) {
   auto& queue = sends ? connection.sends : connection.receives;
   bool& ready = sends ? connection.writable : connection.readable;
-  if (queue.empty() || !ready) return false;
+  if (!sends && queue.empty() && !connection.deaf.empty()) lose(connection, connection.deaf);
+  if (queue.empty() || !ready || (sends && !connection.deaf.empty())) return false;
   const std::shared_ptr<Item> front = queue.front();
   Item& message = *front;
   std::byte* place = message.data + message.moved;
@@ -142,7 +144,13 @@ bool Streams::Shared::step(Connection& connection, bool sends, std::unique_lock<
     return false;
   }
   if (moved <= 0) {
-    lose(connection, moved == 0 ? "it was closed by the other side" : std::strerror(error));
+    const std::string why = moved == 0 ? "it was closed by the other side" : std::strerror(error);
+    if (sends && (error == EPIPE || error == ECONNRESET) && !connection.receives.empty()) {
+      connection.deaf = why;
+      connection.readable = true;  // the error is no edge of epoll
+      return true;
+    }
+    lose(connection, connection.deaf.empty() ? why : connection.deaf);
     return false;
   }
   if (now < most && !connection.hung_up) ready = false;  // an edge tells when there is more

@@ -168,6 +168,43 @@ void a_peer_that_goes_is_a_lost_message() {
   });
 }
 
+// A peer that fails says why and goes, and this rank may be about to send to it.
+void the_last_words_of_a_peer_are_heard_by_who_sends_to_it() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    constexpr char kWords[] = "farewell";
+    auto sockets = connections(bootstrap);
+    if (bootstrap.rank() == 1) {
+      Fd socket = std::move(sockets.at(0));
+      bootstrap.all_gather("rank 0 has sent");
+      CHECK_EQUAL(send(socket.get(), "!", 1, 0), 1);
+      bootstrap.all_gather("the thread is held");
+      CHECK_EQUAL(send(socket.get(), kWords, sizeof(kWords), 0), sizeof(kWords));
+      socket = Fd();  // with bytes that it has not read: the other side's next send fails
+      bootstrap.all_gather("gone");
+      return;
+    }
+    Streams streams(std::move(sockets));
+    char byte = 0, words[sizeof(kWords)] = {};
+    finish(streams, streams.send(1, &byte, 1));
+    std::atomic<bool> held{false}, go{false};
+    streams.receive(1, &byte, 1, [&] {
+      held = true;
+      while (!go) std::this_thread::yield();
+    });
+    bootstrap.all_gather("rank 0 has sent");
+    while (!held) std::this_thread::yield();
+    bootstrap.all_gather("the thread is held");
+    bootstrap.all_gather("gone");
+    const auto last = streams.receive(1, words, sizeof(words)), more = streams.receive(1, &byte, 1);
+    const auto sent = streams.send(1, kWords, sizeof(kWords));
+    go = true;
+    finish(streams, last);
+    CHECK_EQUAL(std::string(words), kWords);
+    until_lost(streams, more);
+    until_lost(streams, sent);
+  });
+}
+
 void a_message_given_up_ends_its_connection() {
   run_threads(2, [](Bootstrap& bootstrap) {
     const auto streams = connect(bootstrap);
@@ -333,6 +370,7 @@ int main() {
       {"everybody to everybody, 2 ranks", [] { everybody_to_everybody(2); }},
       {"everybody to everybody, 4 ranks", [] { everybody_to_everybody(4); }},
       {"a peer that goes is a lost message", a_peer_that_goes_is_a_lost_message},
+      {"the last words of a peer are heard by who sends to it", the_last_words_of_a_peer_are_heard_by_who_sends_to_it},
       {"a message given up ends its connection", a_message_given_up_ends_its_connection},
       {"a message posted while the thread looks is sent", a_message_posted_while_the_thread_looks_is_sent},
       {"waiting ends with close", waiting_ends_with_close},
