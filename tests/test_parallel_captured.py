@@ -178,3 +178,23 @@ def _surgery(axes):
 @pytest.mark.parametrize("axes", LAYOUTS[:2], ids=str)
 def test_gradients_that_are_put_together_by_hand(axes):
     run_ranks(_surgery, torch.Size(axes.values()).numel(), axes)
+
+
+def _differentiate_thrice(axes):
+    layout, single, model = _networks(axes, output="full")
+    images = _images(0, layout)
+    orders = []
+    for each in (single, model):
+        value, used = _loss(each(images)), _used(each)
+        orders.append([])
+        for _ in range(3):
+            grads = torch.autograd.grad(value, used, create_graph=True)
+            value = sum(grad.square().sum() for grad in grads)
+            orders[-1] += [grad.detach() for grad in grads]
+    for expected, grad in zip(*orders, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-8, atol=1e-9 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("axes", LAYOUTS[:2], ids=str)
+def test_third_derivatives(axes):
+    run_ranks(_differentiate_thrice, 4 if "h" in axes else 2, axes)

@@ -2,7 +2,7 @@
 
 While a parallelized module runs, `module.gamma` is the parameter as a `Lazy`: beside a DTensor it acts as replicated on
 that DTensor's mesh, beside plain tensors it is itself. What is made of Lazy tensors and plain ones stays Lazy.
-The gradient handed to the parameter obeys the mean rule (see `share`).
+The gradient handed to the parameter obeys the mean rule (see `torchtp.dtensor.sharing.share`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from torchtp.canvas import Canvas, plainly
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
-from torchtp.dtensor.sharing import Share, goes_through_users, made_takes_whole, share_of
-from torchtp.dtensor.whole import Gather
-from torchtp.dtensor.wrapping import wrap
+from torchtp.dtensor.sharing import Replicated
 from torchtp.running import is_running, writes, written_now
 
 # Functions and modules that take their parameters plain, by the aten op whose rule hands out gradients by the mean rule.
@@ -322,23 +320,6 @@ def _beside(leaf: Any, mesh: DeviceMesh) -> Any:
     return Replicated.apply(_unlazy(leaf), mesh)
 
 
-class Replicated(torch.autograd.Function):
-    """A plain tensor as a DTensor that every rank holds whole; its gradient obeys the mean rule."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.is_made, ctx.is_users = not tensor.is_leaf, goes_through_users(tensor)
-        return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.is_made and (ctx.is_users or made_takes_whole(grad)):
-            return Gather.apply(grad), None
-        if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
-            return Share.apply(grad), None
-        return torch.ops.torchtp.share(grad), None
-
-
 class Scaled(torch.autograd.Function):
     """The tensor itself; its gradient times `factor`."""
 
@@ -350,24 +331,3 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad * ctx.factor, None
-
-
-@torch.library.custom_op("torchtp::share", mutates_args=())
-def share(grad: torch.Tensor) -> torch.Tensor:
-    """What a rank hands out as the gradient of a plain parameter that acted as a replicated DTensor.
-
-    The true gradient is the mean of what the ranks hand out: a partial sum is multiplied by the sizes of the mesh axes
-    it is partial over (a cut gradient is one: zero outside the own part), a full gradient goes out as it is.
-    """
-    return grad.clone()
-
-
-@share.register_fake
-def _(grad: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(grad)
-
-
-@share.register_torch_dispatch(DTensor)
-def _(cls: type, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
-    (grad,) = args
-    return share_of(grad)

@@ -1,6 +1,6 @@
 """Rules that make DTensors cut on spatial dims right in every model; importing this installs them."""
 
-from torchtp.dtensor import (  # noqa: F401  (enter their rows)
+from torchtp.dtensor import (  # noqa: F401  (enter their rows and methods)
     adaptive_max_pool,
     along,
     attention,
@@ -20,6 +20,7 @@ from torchtp.dtensor import (  # noqa: F401  (enter their rows)
     making,
     matrices,
     max_pool,
+    new_data,
     norm,
     pad,
     pointwise,

@@ -18,11 +18,10 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     local_of,
-    make_dtensor,
-    make_spec,
     spec_of,
 )
 from torchtp.dtensor.whole import Gather, is_first, whole_gradient
+from torchtp.dtensor.wrapping import wrap
 
 _ATTRIBUTE, _AVERAGES = "_torchtp_hands_out", "_torchtp_averages"
 _MOST_NODES = 1000  # of what a tensor was made by that are looked at
@@ -119,10 +118,25 @@ class Share(torch.autograd.Function):
         return share_of(grad)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
-        whole = (Replicate(),) * ctx.mesh.ndim
-        spec = make_spec(ctx.mesh, whole, cotangent.shape, cotangent.stride(), cotangent.dtype)
-        return make_dtensor(cotangent, spec)
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        return Replicated.apply(cotangent, ctx.mesh)
+
+
+class Replicated(torch.autograd.Function):
+    """A plain tensor as a DTensor that every rank holds whole; its gradient obeys the mean rule."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.is_made, ctx.is_users = not tensor.is_leaf, goes_through_users(tensor)
+        return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.is_made and (ctx.is_users or made_takes_whole(grad)):
+            return Gather.apply(grad), None
+        if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
+            return Share.apply(grad), None
+        return torch.ops.torchtp.share(grad), None
 
 
 def share_of(grad: DTensor) -> torch.Tensor:
@@ -149,3 +163,24 @@ def share_of(grad: DTensor) -> torch.Tensor:
         whole[tuple(own)] = local * factor
         return whole
     return local * factor if factor > 1 else local.clone()
+
+
+@torch.library.custom_op("torchtp::share", mutates_args=())
+def share(grad: torch.Tensor) -> torch.Tensor:
+    """What a rank hands out as the gradient of a plain parameter that acted as a replicated DTensor.
+
+    The true gradient is the mean of what the ranks hand out: a partial sum is multiplied by the sizes of the mesh axes
+    it is partial over (a cut gradient is one: zero outside the own part), a full gradient goes out as it is.
+    """
+    return grad.clone()
+
+
+@share.register_fake
+def _(grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(grad)
+
+
+@share.register_torch_dispatch(DTensor)
+def _(cls: type, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+    (grad,) = args
+    return share_of(grad)

@@ -75,6 +75,11 @@ def hold(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def take_over(tensor: DTensor, values: DTensor) -> None:
+    """Let it have the part and the spec of other values."""
+    tensor._local_tensor, tensor._spec = values._local_tensor, values._spec
+
+
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Mesh, placements and global shape."""
     return tensor._spec
