@@ -24,6 +24,7 @@ from torchtp.captured import Composition
 from torchtp.comparisons import Comparisons, is_due
 from torchtp.dtensor import notice
 from torchtp.dtensor.fallback import take_custom_ops
+from torchtp.dtensor.outside import looking_out
 from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.images import Images, Output, is_image
@@ -203,6 +204,7 @@ class _State:
             randomness.stream(self.layout, agreed.notes),
             self._composition.given(),
             inner_gradients.averaged(self.layout.spatial_mesh, self._composition.parameters),
+            looking_out(),
             running() as written,
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)

@@ -137,11 +137,11 @@ def install(name: str, handler: Handler) -> None:
 
 
 def _mind_users(args: tuple[Any, ...]) -> None:
-    """Before what was made of parameters meets a cut tensor: functions of people's own get their gradients averaged."""
-    made = [arg for arg in args if type(arg) is torch.Tensor and arg.grad_fn is not None]
-    lead = next((arg for arg in args if isinstance(arg, DTensor)), None) if made else None
+    """Before what was made of parameters, or is no parameter, meets a cut tensor: people's own functions get its gradient averaged."""
+    plain = [arg for arg in args if type(arg) is torch.Tensor and arg.requires_grad]
+    lead = next((arg for arg in args if isinstance(arg, DTensor)), None) if plain else None
     if lead is not None:
-        for tensor in made:
+        for tensor in plain:
             average_for_users(tensor, lead.device_mesh)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torchtp import _C
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, interval
 from torchtp.dtensor.moving import recut
+from torchtp.dtensor.outside import is_from_outside
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -23,7 +24,7 @@ from torchtp.dtensor.upstream import (
 from torchtp.dtensor.whole import Gather, is_first, whole_gradient
 from torchtp.dtensor.wrapping import wrap
 
-_ATTRIBUTE, _AVERAGES = "_torchtp_hands_out", "_torchtp_averages"
+_ATTRIBUTE, _LOOKED_AT, _AVERAGES = "_torchtp_hands_out", "_torchtp_looked_at", "_torchtp_averages"
 _MOST_NODES = 1000  # of what a tensor was made by that are looked at
 
 
@@ -58,8 +59,15 @@ def goes_through_users(tensor: torch.Tensor) -> bool:
 
 
 def average_for_users(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where `goes_through_users`."""
-    if not tensor.requires_grad or not is_first(tensor, _AVERAGES) or not goes_through_users(tensor):
+    """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where people's own code gets it.
+
+    That is where it `goes_through_users`, or the tensor `is_from_outside`.
+    """
+    if not is_from_outside(tensor) and (
+        tensor.is_leaf or not is_first(tensor, _LOOKED_AT) or not goes_through_users(tensor)
+    ):
+        return
+    if not is_first(tensor, _AVERAGES):
         return
     hooks = tensor._backward_hooks
     before = dict(hooks or {})
@@ -127,12 +135,14 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.is_made, ctx.is_users = not tensor.is_leaf, goes_through_users(tensor)
+        ctx.is_made = not tensor.is_leaf
+        is_outside = type(tensor) is torch.Tensor and is_from_outside(tensor)
+        ctx.is_peoples = is_outside or (ctx.is_made and goes_through_users(tensor))
         return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.is_made and (ctx.is_users or made_takes_whole(grad)):
+        if ctx.is_peoples or (ctx.is_made and made_takes_whole(grad)):
             return Gather.apply(grad), None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
             return Share.apply(grad), None
