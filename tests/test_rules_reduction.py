@@ -323,6 +323,22 @@ def test_item_is_the_value_of_the_whole():
         assert got_mean == pytest.approx(want_mean, rel=1e-6)
 
 
+def run_equal():
+    mesh = init_device_mesh("cpu", (2,))
+    torchtp.dtensor.mark(mesh, [0])
+    x = torch.arange(99.0).view(1, 1, 9, 11)
+    others = [x.clone(), x.clone(), x.clone(), x[..., :10]]
+    others[1][0, 0, 3, 2], others[2][0, 0, 8, 10] = -1, torch.nan  # each on another rank
+    cut = distribute_tensor(x, mesh, [Shard(3)], src_data_rank=None)
+    along_h = [distribute_tensor(other, mesh, [Shard(2)], src_data_rank=None) for other in others]
+    with torchtp.strict():
+        return [(torch.equal(cut, other), torch.equal(part, cut)) for other, part in zip(others, along_h, strict=True)]
+
+
+def test_all_ranks_hear_whether_tensors_are_equal():
+    assert run_ranks(run_equal, 2) == [[(True, True), (False, False), (False, False), (False, False)]] * 2
+
+
 def run_counts_refused():
     mesh = init_device_mesh("cpu", (2,))
     torchtp.dtensor.mark(mesh, [0])

@@ -13,6 +13,7 @@ from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
 from torchtp.dtensor.shape import is_hardly_reduced, taken
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
@@ -243,6 +244,22 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return to.wrap(to.total((magnitude != 0).to(magnitude.dtype).sum(to.dims, keepdim=keepdim)))
     power = magnitude.to(wide(magnitude.dtype)).pow(order).sum(to.dims, keepdim=keepdim)
     return to.wrap(to.total(power).pow(1 / order).to(magnitude.dtype))
+
+
+@spatial_rule("equal")
+@takes_nested
+def equal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether two tensors are, as loops ask that run until nothing changes: all ranks hear the same."""
+    tensors = bound(op, args, kwargs)
+    lead = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if tensors[0].shape != tensors[1].shape:
+        return False
+    if lead is None or not taken(lead) or lead.is_meta:
+        return unruled(op, args, kwargs)
+    placements = sums_done(spec_of(lead).placements)
+    mine, other = (local_as(tensor.detach(), lead.device_mesh, placements) for tensor in tensors)
+    same = torch.tensor(op(mine, other), dtype=torch.uint8, device=mine.device)
+    return bool(all_reduced(same, lead.device_mesh, axes_cutting(placements), "min"))
 
 
 @rule("_local_scalar_dense")
