@@ -31,7 +31,7 @@ std::chrono::milliseconds stall() {
   try {
     return shm::stall_from_environment();
   } catch (const Error&) {
-    return std::chrono::seconds(10);
+    return shm::kDefaultStall;
   }
 }
 

@@ -23,7 +23,6 @@ namespace {
 constexpr size_t kLeastHeapBytes = size_t{1} << 30;
 constexpr size_t kMostHeapBytes = size_t{64} << 30;
 constexpr int64_t kLargestPart = int64_t{1} << 40;  // 64 ranks of them, and rings for all pairs, fit 64 bits
-constexpr auto kDefaultStall = std::chrono::seconds(10);
 constexpr auto kLongestCreation = std::chrono::minutes(1);
 
 constexpr char kTrouble[] = "cannot take part in a shared-memory group";

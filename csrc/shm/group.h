@@ -43,7 +43,9 @@ inline Fingerprint making() {
 // How often a long wait lets the program handle signals.
 constexpr std::chrono::milliseconds kBetweenSignals{100};
 
-// What TORCHTP_STALL_SECONDS says, or 10 s. Throws for what is no number of seconds.
+constexpr std::chrono::seconds kDefaultStall{10};
+
+// What TORCHTP_STALL_SECONDS says, or kDefaultStall. Throws for what is no number of seconds.
 std::chrono::milliseconds stall_from_environment();
 
 // Rank 0's sizes count for all ranks; a timeout is each rank's own.

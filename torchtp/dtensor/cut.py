@@ -212,6 +212,11 @@ def sums_done(placements: Placements) -> Placements:
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
+def plain_cuts(placements: Placements) -> Placements:
+    """The placements as far as they cut as torch.chunk does; whole otherwise."""
+    return tuple(placement if plain_shard(placement) else Replicate() for placement in placements)
+
+
 def num_shards(mesh: DeviceMesh, placements: Placements) -> int:
     """How many pieces the tensor is cut into: over how many ranks a sum over its elements is partial."""
     number = 1

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, full_of, interval
+from torchtp.dtensor.cut import Placements, full_of, interval, plain_cuts
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.reduction import wide
 from torchtp.dtensor.registry import bound, library_rule
 from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, plain_shard, spec_of
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, plain_shard, spec_of
 from torchtp.dtensor.window import Window
 from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
@@ -50,7 +50,7 @@ class _Call:
         if lead is None or any(image.dim() != 2 + _TWO or image.dtype != lead.dtype for image in images):
             return None
         mesh = lead.device_mesh
-        placements = tuple(place if plain_shard(place) else Replicate() for place in spec_of(lead).placements)
+        placements = plain_cuts(spec_of(lead).placements)
         dims = [place.dim for place in placements if plain_shard(place)]
         others = (tensor.device_mesh for tensor in (*images, self.weight, self.bias) if isinstance(tensor, DTensor))
         alike = all(other == mesh for other in others)

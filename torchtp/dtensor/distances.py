@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements
+from torchtp.dtensor.cut import Placements, plain_cuts
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import gathers
 from torchtp.dtensor.nesting import takes_nested
@@ -61,7 +61,7 @@ def distances_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not is_spatial(lead) or a.shape[:-2] != b.shape[:-2] or has_strided_shard(lead):
         return unruled(op, args, kwargs)
     mesh, columns = lead.device_mesh, Shard(a.dim() - 1)
-    placements = tuple(place if plain_shard(place) else Replicate() for place in lead.placements)
+    placements = plain_cuts(lead.placements)
     first, second = _sides(placements, a.dim())
     of_pairs = [local_as(each, mesh, placements).contiguous() for each in (grad, result)]
     local = op(

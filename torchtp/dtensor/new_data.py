@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from torchtp.dtensor.cut import plain_cuts
 from torchtp.dtensor.spatial import is_marked, on_first_mark
-from torchtp.dtensor.upstream import DTensor, Replicate, plain_shard, take_over
+from torchtp.dtensor.upstream import DTensor, take_over
 from torchtp.dtensor.whole import Cut
 
 
 def _cut_as(tensor: DTensor, values: torch.Tensor) -> DTensor:
     """What every rank holds."""
-    placements = tuple(each if plain_shard(each) else Replicate() for each in tensor.placements)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        cut: DTensor = Cut.apply(values, tensor.device_mesh, placements)
+        cut: DTensor = Cut.apply(values, tensor.device_mesh, plain_cuts(tensor.placements))
     return cut
 
 
 def _install() -> None:
     data = torch.Tensor.data
-
-    def get(self: DTensor) -> torch.Tensor:
-        return data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     def put(self: DTensor, values: torch.Tensor) -> None:
         if is_marked(self.device_mesh):
@@ -29,7 +26,7 @@ def _install() -> None:
             take_over(self, values)
         data.__set__(self, values)  # type: ignore[attr-defined]
 
-    DTensor.data = property(get, put)  # type: ignore[assignment]
+    DTensor.data = property(data.__get__, put)  # type: ignore[assignment, attr-defined]
 
 
 on_first_mark(_install)

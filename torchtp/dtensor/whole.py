@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, Replicate, plain_shard
+from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, plain_cuts
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial
 from torchtp.dtensor.wrapping import Function, dense_stride, on_mesh, wrap
 
 
@@ -33,7 +33,7 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh = tensor.device_mesh
-        ctx.placements = tuple(p if plain_shard(p) else Replicate() for p in tensor.placements)
+        ctx.placements = plain_cuts(tensor.placements)
         whole = full_of(tensor)
         return whole.view_as(whole)
 
