@@ -244,6 +244,37 @@ def test_a_rank_that_dies_is_an_error_for_the_others():
         run_ranks(_dead_rank, 3, backend="torchtp", fresh=True)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+_EXCEPTIONS = {
+    "ValueError: no sample 17": ValueError("no sample 17\nin the folder"),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "Unspeakable": Unspeakable(),
+    "OSError: " + "x" * 200 + "...": OSError("x" * 1000),
+    "LookupError": LookupError("\udcff"),
+    "LookupError: ??": LookupError("ü"),
+}
+
+
+def _left_by(exception):
+    group = dist.new_group()
+    if dist.get_rank() == 0:
+        return _error_of(lambda: dist.all_reduce(torch.ones(4), group=group))
+    try:
+        raise exception
+    except BaseException:
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("told", _EXCEPTIONS)
+def test_a_rank_that_leaves_by_an_error_tells_it(told):
+    first, _ = run_ranks(_left_by, 2, _EXCEPTIONS[told], backend="torchtp")
+    assert f"rank 1 left the group ({told}) while rank 0 waited in allreduce" in first
+
+
 def _aborted(rank, group):
     if rank == 1:
         group._get_backend(torch.device("cpu")).abort()

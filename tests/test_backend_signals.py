@@ -277,7 +277,7 @@ def test_ctrl_c_ends_a_rank_with_calls_under_way_as_it_ends_any_program(tmp_path
 def test_a_rank_that_ends_by_an_error_waits_for_no_calls_under_way(tmp_path, ending):
     code, mine, other = _ends(tmp_path, ending)
     assert code == 1 and mine.rstrip().endswith("ValueError: mine"), (code, mine)
-    assert "rank 0 ended by an error (ValueError) with calls under way" in other
+    assert "rank 0 ended by an error (ValueError: mine) with calls under way" in other
 
 
 def _destroyed_at_the_end_of_a_loop():

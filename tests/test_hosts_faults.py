@@ -91,6 +91,23 @@ def test_who_asks_for_a_message_of_a_rank_that_has_left_is_told(pairs):
     assert all("rank 3 left the group" in error for error in errors), errors
 
 
+def _left_by_an_error():
+    group = _group(30)
+    dist.barrier(group)
+    if dist.get_rank() != 3:
+        return _error_of(lambda: dist.all_reduce(torch.ones(5), group=group))
+    try:
+        raise LookupError("no sample 17")
+    except LookupError:
+        dist.destroy_process_group(group)
+
+
+def test_who_leaves_by_an_error_tells_those_on_other_hosts(pairs):
+    errors = pairs.run(_left_by_an_error)
+    assert errors.pop() is None
+    assert all("rank 3 left the group (LookupError: no sample 17)" in error for error in errors), errors
+
+
 def _death(folder, victim):
     group = _group(30)
     rank = dist.get_rank()

@@ -178,8 +178,7 @@ def register() -> None:
 
 
 def _end_groups() -> None:
-    error = getattr(sys, "last_value", None)  # that Python has told of, and ends by
-    _open_groups.end("" if error is None else type(error).__name__)
+    _open_groups.end(getattr(sys, "last_value", None))  # that Python has told of, and ends by
 
 
 @functools.cache

@@ -81,8 +81,9 @@ class Engine {
   virtual void abort(const std::string& why) noexcept = 0;  // never blocks; the first cause wins
   // For waits that the floors below do not see: see shm::GroupOptions. `where`: "allreduce #7".
   virtual void handle_signals(const std::function<std::string()>& where) { host()->handle_signals(where); }
-  // Unfinished messages fail, and this rank leaves the group. Without Python's lock, and not in a forked child.
-  virtual void stop() = 0;
+  // Unfinished messages fail, and this rank leaves the group, with the `error` by which its program ends, if there is
+  // one. Without Python's lock, and not in a forked child.
+  virtual void stop(const std::string& error) = 0;
 };
 
 // One collective call on one rank.

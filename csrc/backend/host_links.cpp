@@ -156,9 +156,9 @@ void HostLinks::fail(const std::string& why) {
   throw Error(why);
 }
 
-void HostLinks::part() noexcept {
+void HostLinks::part(const std::string& error) noexcept {
   if (!closed_ && !host_->aborted()) {
-    mail_.say_goodbye(cat("rank ", rank_, " left the group"), kGoodbyeTime);
+    mail_.say_goodbye(cat("rank ", rank_, " left the group", in_brackets(error)), kGoodbyeTime);
     const Deadline deadline(kGoodbyeTime);
     for (const int peer : peers_) {
       if (deadline.passed()) break;

@@ -47,8 +47,9 @@ class HostLinks {
   int wait(const MessagePtr& message, const Deadline& deadline, const std::string& call);
 
   // The orderly end: says goodbye to the others and waits for their goodbyes, but not for long. A connection that ends
-  // while its other side still sends may lose what was sent.
-  void part() noexcept;
+  // while its other side still sends may lose what was sent. With the `error` by which the program ends, if there is
+  // one.
+  void part(const std::string& error) noexcept;
 
   // Tells the others why this rank stops, and ends all connections. What is under way fails.
   void close(const std::string& cause) noexcept;

@@ -102,10 +102,10 @@ shm::Presence HostsEngine::presence(int rank) const {
   return has_died ? shm::Presence::kDied : shm::Presence::kThere;
 }
 
-void HostsEngine::stop() {
+void HostsEngine::stop(const std::string& error) {
   watch_->stop();
-  links_->part();
-  host_->leave();
+  links_->part(error);
+  host_->leave(error);
 }
 
 void HostsEngine::guarded(const std::function<void()>& body) {

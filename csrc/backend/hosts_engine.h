@@ -61,7 +61,7 @@ class HostsEngine : public Engine {
   void check() const override { host_->check(); }
   void abort(const std::string& why) noexcept override;
   void handle_signals(const std::function<std::string()>& where) override;
-  void stop() override;
+  void stop(const std::string& error) override;
   // A rank has died if its connections have ended without a word; who has left is not told from who is there.
   shm::Presence presence(int rank) const override;
 

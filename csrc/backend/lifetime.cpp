@@ -88,7 +88,7 @@ void Lifetime::end(const std::string& error, std::chrono::milliseconds patience)
   }
   runner_.stop();
   device_->close();
-  engine_->stop();
+  engine_->stop(error);
   if (interruption) std::rethrow_exception(interruption);
 }
 

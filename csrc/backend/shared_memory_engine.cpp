@@ -106,7 +106,7 @@ bool SharedMemoryEngine::aborted() const noexcept { return group_->aborted(); }
 void SharedMemoryEngine::check() const { group_->check(); }
 void SharedMemoryEngine::abort(const std::string& why) noexcept { group_->abort(why); }
 
-void SharedMemoryEngine::stop() {
+void SharedMemoryEngine::stop(const std::string& error) {
   std::unique_ptr<PointToPoint> messages;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -114,7 +114,7 @@ void SharedMemoryEngine::stop() {
     messages = std::move(messages_);
   }
   if (messages) messages->stop();
-  group_->leave();
+  group_->leave(error);
 }
 
 }  // namespace torchtp::backend

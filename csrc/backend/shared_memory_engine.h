@@ -50,7 +50,7 @@ class SharedMemoryEngine : public Engine {
   void check() const override;
   void abort(const std::string& why) noexcept override;
   shm::Presence presence(int rank) const override { return group_->presence(rank); }
-  void stop() override;
+  void stop(const std::string& error) override;
 
  private:
   collectives::Call call(uint64_t sequence) const { return {*group_, sequence}; }

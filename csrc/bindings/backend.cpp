@@ -4,6 +4,7 @@
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "backend/handled_exception.h"
 #include "backend/open_groups.h"
 #include "backend/torchtp_backend.h"
 
@@ -21,7 +22,14 @@ void bind_backend(pybind11::module_& m) {
 
   py::class_<backend::OpenGroups, std::shared_ptr<backend::OpenGroups>>(m, "OpenGroups")
       .def(py::init())
-      .def("end", &backend::OpenGroups::end, py::arg("error") = "", py::call_guard<py::gil_scoped_release>());
+      .def(
+          "end",
+          [](backend::OpenGroups& groups, const py::object& exception) {
+            const std::string error = backend::described(exception);
+            const py::gil_scoped_release release;
+            groups.end(error);
+          },
+          py::arg("exception") = py::none());
 
   // torch._C's classes (Backend, Store) must be registered before the class that derives from one.
   py::module_::import("torch.distributed");

@@ -34,6 +34,9 @@ inline std::string in_words(std::chrono::nanoseconds time) {
   return cat((ms + 50) / 1000, ".", (ms + 50) / 100 % 10, " s");
 }
 
+// The text as an aside, " (text)"; nothing for nothing.
+inline std::string in_brackets(const std::string& text) { return text.empty() ? "" : cat(" (", text, ")"); }
+
 // Throws what the last failed system call says, e.g. throw_errno("memfd_create").
 template <typename... Parts>
 [[noreturn]] void throw_errno(const Parts&... parts) {

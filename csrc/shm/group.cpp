@@ -252,8 +252,8 @@ void Group::fail(const std::string& why) {
   throw Error(why);
 }
 
-void Group::leave() noexcept {
-  if (!is_forked()) protocol_->leave();
+void Group::leave(const std::string& why) noexcept {
+  if (!is_forked()) protocol_->leave(why);
 }
 
 void Group::set_timeout(milliseconds timeout) { timeout_ms_ = timeout.count(); }

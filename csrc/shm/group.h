@@ -175,7 +175,8 @@ class Group : public std::enable_shared_from_this<Group> {
   bool aborted() const noexcept;
   void check() const;  // throws the cause when aborted
   Presence presence(int rank) const;
-  void leave() noexcept;  // orderly end: a peer that waits for this rank from now on gets an Error at once
+  // The end: a peer that waits for this rank from now on gets an Error at once, which tells why if that is known.
+  void leave(const std::string& why = "") noexcept;
   void set_timeout(std::chrono::milliseconds timeout);
   // What the rounds from now on belong to, for messages of this rank; by the thread that calls round().
   void set_label(std::string label) { label_ = std::move(label); }
@@ -201,6 +202,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void compare_fingerprints();
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
+  std::string farewells(uint64_t ranks) const;
   bool keeps_from_running(Awaited& awaited) const;
   bool is_blocked(Channel channel, Awaited& awaited) const;  // see ToldWait
   void nap_until_ready(Channel channel, Awaited& awaited);

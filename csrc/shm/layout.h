@@ -15,6 +15,7 @@ namespace torchtp::shm {
 constexpr size_t kLine = 128;
 constexpr size_t kPage = 4096;
 constexpr size_t kCauseBytes = 3072;
+constexpr size_t kFarewellBytes = 256;
 constexpr size_t kToldWaits = 4;                // of one rank, see told_wait.h
 constexpr size_t kToldWords = 32 * kToldWaits;  // what it tells of them
 constexpr size_t kFingerprintWords = sizeof(Fingerprint) / sizeof(uint64_t);
@@ -53,6 +54,8 @@ struct ControlOf {
   alignas(kLine) typename World::template Atomic<uint32_t> abort_state;
   char cause[kCauseBytes];  // ends with a zero; complete when abort_state is kAborted
   RankControlOf<World> ranks[kMaxRanks];
+  char farewells[kMaxRanks]
+                [kFarewellBytes];  // why a rank left, if not in good order; end with a zero, complete with `left`
 };
 
 // Where a rank tells the others something now and then: one thread writes, anybody reads meanwhile (protocol.h).

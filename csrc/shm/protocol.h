@@ -141,9 +141,7 @@ class Protocol {
   void abort(const std::string& why) noexcept {
     uint32_t expected = kRunning;
     if (!control_.abort_state.compare_exchange_strong(expected, kWritingCause)) return;
-    const size_t length = std::min(why.size(), kCauseBytes - 1);
-    std::memcpy(control_.cause, why.data(), length);
-    control_.cause[length] = 0;
+    control_.cause[why.copy(control_.cause, kCauseBytes - 1)] = 0;
     control_.abort_state.store(kAborted);
     ring_all();
   }
@@ -153,8 +151,15 @@ class Protocol {
     return std::string(control_.cause, strnlen(control_.cause, kCauseBytes));
   }
 
-  void leave() noexcept {
-    if (control_.ranks[rank_].left.exchange(1) == 0) ring_all();
+  // Once; `why` is empty where a rank leaves in good order.
+  void leave(const std::string& why) noexcept {
+    if (control_.ranks[rank_].left.load() != 0) return;
+    if (!why.empty()) control_.farewells[rank_][why.copy(control_.farewells[rank_], kFarewellBytes - 1)] = 0;
+    control_.ranks[rank_].left.store(1);
+    ring_all();
+  }
+  std::string farewell(int rank) const {  // of one who has left
+    return std::string(control_.farewells[rank], strnlen(control_.farewells[rank], kFarewellBytes));
   }
 
   BellOf<World>& bell(int rank, Channel channel) const { return control_.ranks[rank].bells[static_cast<int>(channel)]; }

@@ -161,9 +161,20 @@ void Group::look_for_trouble(Awaited& awaited) {
   if (gone.left == 0 || awaited.ready()) return;
   if (awaited.is_hopeless(gone.left)) {
     gone.left &= awaited.missing();
-    fail(cat(rank_list(gone.left, options_.called), " left the group while rank ", called(rank_), " waited in ",
-             awaited.describe()));
+    fail(cat(rank_list(gone.left, options_.called), " left the group", in_brackets(farewells(gone.left)),
+             " while rank ", called(rank_), " waited in ", awaited.describe()));
   }
+}
+
+// The errors by which these ranks left.
+std::string Group::farewells(uint64_t ranks) const {
+  const bool alone = (ranks & (ranks - 1)) == 0;
+  std::string all;
+  for (int rank = 0; rank < size_; ++rank) {
+    const std::string why = (ranks >> rank & 1) != 0 ? protocol_->farewell(rank) : "";
+    if (!why.empty()) all += cat(all.empty() ? "" : "; ", alone ? "" : cat("rank ", called(rank), ": "), why);
+  }
+  return all;
 }
 
 }  // namespace torchtp::shm

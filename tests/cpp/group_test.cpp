@@ -8,6 +8,7 @@
 #include "ranks.h"
 #include "shm/group.h"
 #include "shm/host.h"
+#include "shm/layout.h"
 
 using torchtp::test::error_of;
 using torchtp::test::run_threads;
@@ -159,8 +160,27 @@ void who_has_left_is_not_waited_for() {
     const auto group = Group::create(bootstrap, small());
     group->round(step(1));
     if (group->rank() == 2) return;
-    CHECK_CONTAINS(error_of([&] { group->round(step(2)); }), "rank 2 left the group");
+    CHECK_CONTAINS(error_of([&] { group->round(step(2)); }), "rank 2 left the group while rank ");
   });
+}
+
+void who_leaves_by_an_error_tells_it() {
+  const auto error_after = [](const std::string& first, const std::string& second) {
+    std::string error;
+    run_threads(3, [&](Bootstrap& bootstrap) {
+      const auto group = Group::create(bootstrap, small());
+      group->round(step(1));
+      if (group->rank() != 0) group->leave(group->rank() == 1 ? first : second);
+      bootstrap.all_gather("");  // both have left
+      if (group->rank() == 0) error = error_of([&] { group->round(step(2)); });
+    });
+    return error;
+  };
+  CHECK_CONTAINS(error_after("ValueError: one", ""),
+                 "ranks 1, 2 left the group (rank 1: ValueError: one) while rank 0");
+  CHECK_CONTAINS(error_after("E", "F"), "ranks 1, 2 left the group (rank 1: E; rank 2: F) while rank 0");
+  CHECK_CONTAINS(error_after(std::string(1000, 'x'), ""),
+                 "(rank 1: " + std::string(kFarewellBytes - 1, 'x') + ") while");
 }
 
 void creation_fails_on_all_ranks_alike() {
@@ -287,6 +307,7 @@ int main() {
       {"a deadline names the missing", a_deadline_names_the_missing},
       {"a stall is reported once and the group goes on", a_stall_is_reported_once_and_the_group_goes_on},
       {"who has left is not waited for", who_has_left_is_not_waited_for},
+      {"who leaves by an error tells it", who_leaves_by_an_error_tells_it},
       {"creation fails on all ranks alike", creation_fails_on_all_ranks_alike},
       {"announced heap offsets are checked", announced_heap_offsets_are_checked},
       {"peers see what lies in a heap", peers_see_what_lies_in_a_heap},

@@ -104,7 +104,7 @@ class Team {
     if (case_.mistake == Mistake::kLeavesInSilence) {
       control_.ranks[rank].left.store(1);
     } else {
-      protocol.leave();
+      protocol.leave("");
     }
   }
 
