@@ -275,6 +275,20 @@ def test_a_rank_that_leaves_by_an_error_tells_it(told):
     assert f"rank 1 left the group ({told}) while rank 0 waited in allreduce" in first
 
 
+def _fails_in_a_part():
+    part = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    if dist.get_rank() == 2:
+        return part._get_backend(torch.device("cpu")).abort()
+    return _error_of(lambda: dist.barrier(part))
+
+
+def test_a_group_of_some_ranks_says_which_they_are():
+    _, error, _ = run_ranks(_fails_in_a_part, 3, backend="torchtp")
+    assert " (global ranks 1, 2): rank 1 called abort()" in error
+
+
 def _aborted(rank, group):
     if rank == 1:
         group._get_backend(torch.device("cpu")).abort()

@@ -19,9 +19,9 @@ constexpr int kLooksBetweenSignals = shm::kBetweenSignals / kLook;
 constexpr milliseconds kTellTime{300};  // for telling a cause, and for hearing it
 constexpr milliseconds kGoodbyeTime{1000};
 
-// The cause in an error of the host's group, without the group's name, which every rank adds itself.
-std::string bare(const std::string& what, const std::string& group_name) {
-  const std::string prefix = "torchtp group '" + group_name + "': ";
+// The cause in an error of the host's group, without the group's title, which every rank adds itself.
+std::string bare(const std::string& what, const std::string& title) {
+  const std::string prefix = "torchtp " + title + ": ";
   return what.rfind(prefix, 0) == 0 ? what.substr(prefix.size()) : what;
 }
 
@@ -173,7 +173,7 @@ void HostLinks::close_if_aborted() noexcept {
   try {
     if (host_->aborted()) host_->check();
   } catch (const std::exception& error) {
-    close(bare(error.what(), host_->name()));
+    close(bare(error.what(), host_->title()));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "backend/store_bootstrap.h"
 #include "backend/work.h"
 #include "core/error.h"
+#include "core/format.h"
 #include "net/connect.h"
 #include "shm/hosts.h"
 
@@ -20,6 +22,7 @@ namespace torchtp::backend {
 namespace {
 
 constexpr auto kLongestSearch = std::chrono::minutes(1);
+constexpr size_t kMembersShown = 8;  // and the last
 
 constexpr char kNoHosts[] = "cannot make a process group of several hosts";
 
@@ -87,6 +90,19 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
   return engine;
 }
 
+// " (global ranks 4, 5)", where they have other numbers in the group.
+std::string members(const std::vector<uint64_t>& global_ranks) {
+  std::vector<uint64_t> same(global_ranks.size());
+  std::iota(same.begin(), same.end(), 0);
+  if (global_ranks == same) return "";
+  std::string all;
+  for (size_t i = 0; i < global_ranks.size(); ++i) {
+    const bool shown = i < kMembersShown || i + 1 == global_ranks.size();
+    if (shown || i == kMembersShown) all += cat(i == 0 ? "" : ", ", shown ? std::to_string(global_ranks[i]) : "...");
+  }
+  return cat(" (global rank", global_ranks.size() == 1 ? " " : "s ", all, ")");
+}
+
 }  // namespace
 
 MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const EngineOptions& options) {
@@ -96,6 +112,7 @@ MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
     shm::GroupOptions group_options;
     group_options.timeout = options.timeout;
     group_options.name = options.group_name;
+    group_options.members = members(options.global_ranks);
     group_options.whereabouts = options.whereabouts;
     group_options.describe = collectives::describe;
     group_options.handle_signals = run_signal_handlers;

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "backend/engine.h"
 #include "backend/store_bootstrap.h"
@@ -17,6 +18,7 @@ namespace torchtp::backend {
 struct EngineOptions {
   std::chrono::milliseconds timeout;
   std::string group_name;                         // in error messages
+  std::vector<uint64_t> global_ranks;             // there too; empty: the same numbers
   std::shared_ptr<shm::Whereabouts> whereabouts;  // of this process
   std::shared_ptr<ForkGuard> fork_guard;          // of this process
   Acquaintance before;

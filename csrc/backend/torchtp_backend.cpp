@@ -77,7 +77,7 @@ TorchtpBackend::TorchtpBackend(const c10::intrusive_ptr<c10d::Store>& store, int
       make_group_(std::move(make_group)),
       made_(
           make_engine(store, rank, size,
-                      {options_->timeout, options_->group_name,
+                      {options_->timeout, options_->group_name, options_->global_ranks_in_group,
                        of_process.trace ? of_process.trace->whereabouts() : nullptr, std::move(of_process.fork_guard),
                        acquaintance(of_process.default_group, options_->group_name, options_->global_ranks_in_group)})),
       engine_(made_.engine),

@@ -236,8 +236,8 @@ void Group::check() const {
   // Whoever writes the cause may die over it: do not wait long.
   const Deadline patience{kPatienceForCause};
   while (protocol_->abort_state() != kAborted && !patience.passed()) std::this_thread::yield();
-  if (protocol_->abort_state() != kAborted) throw Error(cat("torchtp group '", name(), "' was aborted"));
-  throw Error(cat("torchtp group '", name(), "': ", printable(protocol_->cause())));
+  if (protocol_->abort_state() != kAborted) throw Error(cat("torchtp ", title(), " was aborted"));
+  throw Error(cat("torchtp ", title(), ": ", printable(protocol_->cause())));
 }
 
 Presence Group::presence(int rank) const {

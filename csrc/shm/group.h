@@ -62,6 +62,7 @@ struct GroupOptions {
   // threads of theirs could end that, which would have come.
   std::chrono::milliseconds deadlock_after = std::chrono::seconds(20);
   std::string name;         // in every error message
+  std::string members;      // behind the name there, where that does not tell whose ranks are meant
   std::vector<int> called;  // what the ranks are called in messages; empty: as they are numbered
   // Words for messages, with the label of the call: "allreduce #7 (SUM, fp32, 1,024 elements, label)". Without it the
   // numbers are printed.
@@ -125,7 +126,7 @@ class Group : public std::enable_shared_from_this<Group> {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  const std::string& name() const { return options_.name; }
+  std::string title() const { return "group '" + options_.name + "'" + options_.members; }  // in messages
   size_t slot_bytes() const { return options_.slot_bytes; }
   size_t heap_bytes() const { return options_.heap_bytes; }
 

@@ -146,7 +146,7 @@ FirstThreadWaits::~FirstThreadWaits() {
 }
 
 void Group::report(const std::string& what) const {
-  const std::string line = cat("[torchtp] group '", name(), "', rank ", called(rank_), ": ", what);
+  const std::string line = cat("[torchtp] ", title(), ", rank ", called(rank_), ": ", what);
   if (options_.warn) return options_.warn(line);
   std::fputs((line + "\n").c_str(), stderr);
 }
