@@ -26,6 +26,12 @@ def upsampled(x):
     return (patches * weights.movedim(2, 1).unsqueeze(2)[:, :, :, :4].sum(3, keepdim=True)).sum(2)
 
 
+def attended(x):
+    """HaloNet's: the pixels of each window as a sequence."""
+    rows = x.unfold(2, 9, 1).unfold(3, 11, 1).reshape(2, 4, 1, -1).permute(0, 2, 3, 1)
+    return (rows.square() @ rows.transpose(-1, -2)).softmax(-1) @ rows
+
+
 CASES = {
     "same": (lambda x: F.unfold(x, 3, padding=1).sin(), IMAGE),
     "valid": (lambda x: F.unfold(x, (2, 3)).sin(), IMAGE),
@@ -39,6 +45,7 @@ CASES = {
     "windows": (lambda x: x.unfold(3, 4, 3).sin(), IMAGE),
     "windows_of_both": (lambda x: x.unfold(2, 3, 2).unfold(-2, 5, 1).square().sum(-1), IMAGE),
     "window": (lambda x: x.unfold(3, 11, 1).unfold(2, 9, 1).sin(), IMAGE),
+    "attended": (attended, IMAGE),
     "upsampled": (upsampled, IMAGE),
     "unpooled": (unpooled, IMAGE),
 }
@@ -48,7 +55,8 @@ def run_case(name, mesh):
     torchtp.dtensor.mark(device_mesh_of(mesh[0]), [axis for axis, dim in enumerate(mesh[1]) if dim])
     torch.manual_seed(0)
     fn, shape = CASES[name]
-    check(fn, mesh, [torch.randn(shape).double()])
+    # The second derivative of attention brings scores together.
+    check(fn, mesh, [torch.randn(shape).double()], double=fn is not attended)
 
 
 @pytest.mark.parametrize("mesh", [W3, H4, HW, DATA_W], ids=["w3", "h4", "hw", "data_w"])

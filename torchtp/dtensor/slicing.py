@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.along import Turn
 from torchtp.dtensor.cut import axes_of, cut_further, dim_of, interval, remember_taken_from
 from torchtp.dtensor.fallback import unruled, view_links
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
@@ -271,8 +272,11 @@ def windows_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(grad)
     last, dim = grad.dim() - 1, dim % len(sizes)
-    if axis_cutting(placements, last) is not None:
-        return unruled(op, args, kwargs)
+    if axis_cutting(placements, last) is not None:  # windows that became the rows of a sequence
+        turn = Turn(mesh, placements, grad.shape, {last})
+        if not turn.possible:
+            return unruled(op, args, kwargs)
+        local, placements = turn.there(local, grad.shape)[0], turn.turned
     axis, count = axis_cutting(placements, dim), local.size(dim)
     covered = sizes[dim] if axis is None else (count - 1) * step + size if count else 0
     local_sizes = resized(local.shape[:-1], dim, covered)
