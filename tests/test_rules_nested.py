@@ -132,6 +132,12 @@ def _coded(x, codes):
     return image_of(chosen + tokens(x).cumsum(2), x) * F.one_hot(nearest, 5).double().mean()
 
 
+def _convolved(x, weight, bias, grouped):
+    y = F.conv1d(x.flatten(2), weight, bias).sin()
+    few = F.conv1d(x[..., :3, :1].flatten(2), grouped, groups=2)  # of three pixels one rank has none
+    return y * F.conv1d(x.flatten(2), grouped, groups=2) + few.sum()
+
+
 SEQUENCES = {  # of one image, which leaves no images to cut instead; with the shapes of parameters
     "block": (_block, [(4,), (12, 4), (4, 4), (8, 4), (4, 8)]),
     "scores": (_scores, [(48, 48)]),
@@ -153,6 +159,7 @@ SEQUENCES = {  # of one image, which leaves no images to cut instead; with the s
     "other_grids": (lambda x: x.flatten(2).view(1, 4, 4, 12).sin().reshape(1, 2, 3, 32), []),
     "correlated": (_correlated, [(16, 1, 1)]),
     "coded": (_coded, [(5, 4)]),
+    "convolved": (_convolved, [(6, 4, 1), (6,), (6, 2, 1)]),
     "and_back_again": (lambda x: x * image_of(tokens(x).exp(), x) + F.max_pool2d(x, 3, 1, 1), []),
 }  # fmt: skip
 ONCE = {
@@ -165,7 +172,8 @@ ONCE = {
     "class_token",
     "correlated",
     "coded",
-}  # the second derivatives of norms and softmax gather; extremes have none
+    "convolved",
+}  # the second derivatives of norms, softmax and convolutions gather; extremes have none
 if torch.__version__ >= (2, 14):
     ONCE.add("class_attention")  # by its flash attention, which has none on one device either
 
