@@ -85,6 +85,12 @@ CASES = {
     "add points": (lambda x, y: put(x.sin(), y.cos(), IMAGES, None, ROWS, COLUMNS, accumulate=True).sin(), [IMAGE, (17, 4)]),
     "add rows": (lambda x, y: put(x.sin(), y.cos(), None, None, ROWS, accumulate=True).sin(), [IMAGE, (2, 4, 17, 11)]),
     "add one": (lambda x, y: put(x.sin(), y[0, 0], None, None, ROWS, COLUMNS, accumulate=True).sin(), [IMAGE, (17, 4)]),
+    "index_copy": (lambda x, y: x.sin().index_copy(2, torch.tensor([7, 2, 0]), y.cos()).sin(), [IMAGE, (2, 4, 3, 11)]),
+    "index_copy in place": (lambda x, y: x.sin().index_copy_(3, torch.tensor([3, 10]), y.cos()).sin(), [IMAGE, (2, 4, 9, 2)]),
+    "index_copy of channels": (lambda x: x.sin().index_copy(1, torch.tensor([3, 0]), x[:, 1:3].cos()).sin(), [IMAGE]),
+    "index_fill": (lambda x: x.sin().index_fill(2, torch.tensor([8, 1]), 0.5).sin(), [IMAGE]),
+    "index_fill in place": (lambda x: x.sin().index_fill_(-1, torch.tensor(4), -2).sin(), [IMAGE]),
+    "index_fill by a tensor": (lambda x, y: x.sin().index_fill(1, torch.tensor([2, 0]), y.sum()).sin(), [IMAGE, IMAGE]),
     "index_add": (lambda x, y: x.sin().index_add(2, ROWS % 9, y.cos(), alpha=2).sin(), [IMAGE, (2, 4, 17, 11)]),
     "write": (written, [IMAGE, (3, 4)]),
 }  # fmt: skip

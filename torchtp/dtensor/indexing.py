@@ -236,6 +236,20 @@ def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return unruled(op, args, kwargs) if result is None else result
 
 
+@spatial_rule("index_copy", "index_copy_", "index_fill", "index_fill_")
+@takes_nested
+def index_written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, numbers, values = bound(op, args, kwargs)
+    in_place = op._schema.name.endswith("_")
+    dim = dim_of(dim, tensor.dim())
+    if not isinstance(values, torch.Tensor):
+        values = torch.full((), values, dtype=tensor.dtype, device=tensor.device)
+    is_fill = "fill" in op._schema.name
+    fits = values.dim() == 0 if is_fill else values.shape == resized(tensor.shape, dim, numbers.numel())
+    result = _put(op, tensor, _along(dim, numbers.reshape(-1)), values, False, in_place) if fits else None
+    return unruled(op, args, kwargs) if result is None else result
+
+
 def _is_whole(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements)
 
