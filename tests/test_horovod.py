@@ -1,3 +1,6 @@
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,6 +61,54 @@ def _train(op, passes, calls):
 @pytest.mark.parametrize(("passes", "calls"), [(1, 1), (3, 3), (3, 2)])
 def test_a_distributed_optimizer_steps_as_one_process_does(op, passes, calls):
     assert max(run_ranks(_train, 2, op, passes, calls, backend="torchtp")) < 1e-12
+
+
+def _closure():
+    """A closure with fewer backwards than a reduction is of: what it has added is reduced when it ends."""
+    hvd.init()
+    model, reference = _model(), _model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), model.named_parameters(), backward_passes_per_step=2
+    )
+    alone = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=3)
+
+    def closure(optimizer, losses):
+        optimizer.zero_grad()
+        total = sum(losses()) / len(losses())
+        total.backward()
+        return total
+
+    for _ in range(2):
+        optimizer.step(lambda: closure(optimizer, lambda: [_loss(model, hvd.rank())]))
+        alone.step(lambda: closure(alone, lambda: [_loss(reference, rank) for rank in range(hvd.size())]))
+    return (_flat(model) - _flat(reference)).abs().max().item()
+
+
+def test_a_closure_leaves_the_gradients_of_all_ranks():
+    assert max(run_ranks(_closure, 2, backend="torchtp")) < 1e-12
+
+
+def _copies():
+    hvd.init()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, gradient_predivide_factor=2.0, num_groups=3, groups=None, sparse_as_dense=False
+    )
+    _loss(model, 3).backward()
+    optimizer.step()
+    stored = io.BytesIO()
+    torch.save(optimizer, stored)
+    stored.seek(0)
+    copies = [torch.load(stored, weights_only=False), copy.deepcopy(optimizer)]
+    for one in copies:
+        assert type(one) is torch.optim.SGD and one.param_groups[0]["momentum"] == 0.9
+        (mine, theirs) = (each.param_groups[0]["params"][0] for each in (optimizer, one))
+        assert optimizer.state[mine]["momentum_buffer"].equal(one.state[theirs]["momentum_buffer"])
+
+
+def test_copies_of_a_distributed_optimizer_are_plain():
+    run_ranks(_copies, 2, backend="torchtp")
 
 
 def _collectives():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import make_layout
 from rules import W3, check
 from torch import nn
+from torch.ao import quantization as ao
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -192,6 +193,27 @@ def run_writes_into_what_is_whole():
         target[image.mean((2, 3)) > 0] = -1.0
         targets.append(target)
     assert torch.equal(targets[1].full_tensor(), targets[0])
+
+
+def run_quantized():
+    """Observers write their statistics, also of what every rank holds whole."""
+    x, cut = (image.float().requires_grad_() for image in cut_image())
+    for make in (ao.default_fused_act_fake_quant, ao.MovingAverageMinMaxObserver, ao.default_fake_quant):
+        alone, mine = make(), make()
+        for _ in range(2):
+            for whole, got in ((alone(x.mean((2, 3))), mine(cut.mean((2, 3)))), (alone(x.sin()), mine(cut.sin()))):
+                torch.testing.assert_close(got.full_tensor(), whole)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(mine.state_dict()[name], value)
+        (expected,), (grad,) = (
+            torch.autograd.grad(fn(y.mean((2, 3))).square().sum(), y) for fn, y in ((alone, x), (mine, cut))
+        )
+        torch.testing.assert_close(grad.full_tensor(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
+def test_observers_of_quantization_take_what_is_whole():
+    run_ranks(run_quantized, 2)
 
 
 def run_losses_of_what_is_whole():

@@ -1,10 +1,12 @@
 #include "gradients/hooks.h"
 
+#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace torchtp::gradients {
@@ -31,6 +33,7 @@ class AfterAccumulation : public torch::autograd::FunctionPostHook {
     if (const auto listener = listener_.lock()) listener->after_accumulation(index_);
     return outputs;
   }
+  std::shared_ptr<Listener> listener() const { return listener_.lock(); }
 
  private:
   std::weak_ptr<Listener> listener_;
@@ -90,6 +93,30 @@ Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_pt
   accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(listener));
   accumulator->add_post_hook(std::make_unique<AfterAccumulation>(listener, index));
   return accumulator;
+}
+
+bool listen_last(const Accumulator& accumulator, const Listener* listener) {
+  auto& hooks = accumulator->post_hooks();
+  if (hooks.size() == 1) return true;
+  bool is_alone = true;
+  auto own = hooks.end();
+  for (auto hook = hooks.begin(); hook != hooks.end(); ++hook) {
+    const auto* const ours = dynamic_cast<const AfterAccumulation*>(hook->get());
+    const auto other = ours ? ours->listener() : nullptr;
+    if (other.get() == listener) {
+      own = hook;
+    } else if (other && other->is_at_work()) {
+      is_alone = false;
+    }
+  }
+  if (own != hooks.end()) std::rotate(own, own + 1, hooks.end());
+  return is_alone;
+}
+
+void collect_garbage() {
+  if (!Py_IsInitialized()) return;
+  const pybind11::gil_scoped_acquire gil;
+  PyGC_Collect();
 }
 
 void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& listener) {

@@ -19,6 +19,7 @@ class Listener {
   // The backward that begin_backward() was called in is over; `nested`: inside another backward.
   virtual void end_of_backward(bool nested) = 0;
   virtual void abandoned_backward() noexcept = 0;  // it has thrown
+  virtual bool is_at_work() const = 0;             // now, or it may be in the next backward
 };
 
 // The node that adds to a parameter's gradient; alive as long as somebody holds it. Its type differs between versions.
@@ -33,6 +34,13 @@ bool may_train(const at::Tensor& parameter);
 // only then, other than `before` is returned.
 Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener,
                    const Accumulator& before);
+
+// Before anything is added: has the listener told after all other hooks of the accumulator, which may read the gradient
+// (DistributedDataParallel's do). False where another listener hears of it too, and is at work.
+bool listen_last(const Accumulator& accumulator, const Listener* listener);
+
+// Has Python drop what only cycles keep alive. Takes its lock.
+void collect_garbage();
 
 // Has `listener` told when a gradient flows into `output`.
 void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& listener);

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -77,6 +78,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void after_accumulation(size_t parameter) override;
   void end_of_backward(bool nested) override;
   void abandoned_backward() noexcept override;
+  bool is_at_work() const override { return sync_; }
 
  private:
   struct Parameter {
@@ -91,6 +93,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
     std::unique_ptr<HeldHooks> hooks;
   };
 
+  void refuse_shared() const;  // without the mutex
+
   // All of these with mutex_ held.
   void begin();
   void hold_hooks();
@@ -98,6 +102,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void release_hooks() noexcept;
   bool trains() const;
   bool is_between();
+  const Parameter* shared() const;  // with another reducer
   void listen_to_parameters();
   bool is_planned() const;  // whether there are buckets, and they fit what parameters are now
   void follow_parameters();
@@ -130,7 +135,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   std::vector<size_t> num_missing_;           // of each bucket in this pass
   std::vector<int64_t> order_;                // of the first pass
   size_t next_bucket_ = 0;
-  bool sync_ = true;
+  std::atomic<bool> sync_ = true;
   int64_t interval_ = 1;
   int64_t num_local_ = 0;  // backwards since the last pass, with the one that runs
   int last_task_ = -1;     // of the engine, that num_local_ counted

@@ -10,6 +10,7 @@
 namespace torchtp::gradients {
 
 void Reducer::before_accumulation() {
+  bool shares = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (in_pass_) return;
@@ -18,8 +19,32 @@ void Reducer::before_accumulation() {
     begin();
     in_pass_ = true;
     begin_backward(weak_from_this());
+    shares = shared() != nullptr;
   }
+  if (shares) refuse_shared();
   hold_hooks();
+}
+
+const Reducer::Parameter* Reducer::shared() const {
+  const Parameter* found = nullptr;
+  for (const Parameter& parameter : parameters_) {
+    const bool trained = parameter.accumulator && parameter.tensor.requires_grad();
+    if (trained && !listen_last(parameter.accumulator, this) && !found) found = &parameter;
+  }
+  return found;
+}
+
+// What one has under way the other would take for this rank's gradient.
+void Reducer::refuse_shared() const {
+  collect_garbage();  // one that is gone, but for cycles
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Parameter* const parameter = shared();
+  TORCH_CHECK_VALUE(
+      !parameter, "gradients: parameter '", parameter->name,
+      "' has two reducers (a GradientReducer, a DistributedOptimizer, a module that torchtp.parallelize was called "
+      "on), "
+      "each of which would reduce what the other has under way: give all parameters of both to one GradientReducer and "
+      "leave optimizers plain, or parallelize with reduce=False; drop one that is not used any more");
 }
 
 // Without the mutex, since it takes Python's lock.
@@ -295,6 +320,8 @@ void Reducer::abandoned_backward() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!in_pass_) return;
   in_pass_ = false;
+  num_local_ = 0;
+  has_local_ = false;
   failed_ = true;
   release_hooks();
   tell_failure();

@@ -202,13 +202,16 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if op._schema.is_mutable:
         mixed = any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() for leaf in leaves)
-        takes = whole and _gives_what_it_wrote(op)
+        gives_others = all(returned.alias_info is None for returned in op._schema.returns)
+        takes = whole and (gives_others or _gives_what_it_wrote(op))
         if not (takes and mixed):
             try:
                 return passthrough(op, args, kwargs)
             except NotImplementedError:  # upstream does not know the op
                 if not takes:
                     raise
+        if gives_others:  # the statistics of an observer are written, and what it quantized is returned
+            return _on_replicas(op, args, kwargs, cut.device_mesh)
         local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
         op(*local_args, **local_kwargs)  # every rank writes into what all of them hold
         return _written(op, args, kwargs)

@@ -219,6 +219,8 @@ def smallest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @takes_nested
 def both_extremes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What observers of quantization ask of every activation."""
+    if not taken(args[0]):
+        return unruled(op, args, kwargs)
     return _extreme(op, args, kwargs, "min"), _extreme(op, args, kwargs, "max")
 
 

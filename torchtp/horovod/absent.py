@@ -16,7 +16,7 @@ ABSENT = {
     "get_process_set_ids_and_ranks": _GROUPS,
     "Adasum": "hvd.Average and hvd.Sum are the ops of a DistributedOptimizer",
     "adasum": "hvd.Average and hvd.Sum are the ops of a DistributedOptimizer",
-    "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes statistics over all ranks",
+    "SyncBatchNorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) takes statistics of CUDA tensors over all ranks",
     "join": "torch.distributed.algorithms.join.Join runs loops of unequal length",
     "elastic": _ELASTIC,
     "run": "start scripts by torchrun",

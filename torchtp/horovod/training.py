@@ -11,6 +11,7 @@ import torch
 
 from torchtp import gradients
 from torchtp.faults import agreed, fault_of
+from torchtp.horovod.absent import ABSENT
 from torchtp.horovod.common import Compression, check_started
 from torchtp.horovod.reductions import Average, Sum
 
@@ -52,10 +53,25 @@ class _Distributed:
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """The optimizer's step, on what `synchronize` leaves."""
+        """The optimizer's step, on what `synchronize` leaves, each time after a closure as well."""
         if closure is None:
             self.synchronize()
-        return super().step(closure)  # type: ignore[misc]
+            return super().step()  # type: ignore[misc]
+
+        def synchronized() -> float:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return super().step(synchronized)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what is pickled, has parameters of its own: it is the optimizer as it was before."""
+        return _plain, (type(self).__mro__[2],), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _plain(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return kind.__new__(kind)
 
 
 def DistributedOptimizer(
@@ -64,15 +80,28 @@ def DistributedOptimizer(
     compression: str = Compression.none,
     backward_passes_per_step: int = 1,
     op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
 ) -> Optimizer:
     """Make gradients of the optimizer's parameters global in every `backward_passes_per_step`-th backward; the optimizer is changed in place and returned.
 
+    `gradient_predivide_factor`, `num_groups` and `groups` change nothing: sums of 16-bit gradients are taken in fp32, and buckets are made by size.
+
     Raises ValueError on every rank if the ranks' parameters differ, for an `op` that is not Average or Sum, an optimizer that is distributed
-    already, and `named_parameters` that leave out one of the optimizer's or have a name twice; TypeError for what is no optimizer.
+    already, `named_parameters` that leave out one of the optimizer's or have a name twice, a factor that is not positive, `sparse_as_dense` and a
+    `process_set`; TypeError for what is no optimizer.
     """
     check_started("DistributedOptimizer")
     named: list[tuple[str, torch.Tensor]] = []
-    fault = fault_of(lambda: named.extend(_checked(optimizer, named_parameters, backward_passes_per_step, op)))
+
+    def check() -> None:
+        named.extend(_checked(optimizer, named_parameters, backward_passes_per_step, op))
+        _check_options(op, gradient_predivide_factor, sparse_as_dense, process_set)
+
+    fault = fault_of(check)
     passes = agreed(fault, backward_passes_per_step)
     for rank, theirs in enumerate(passes):
         if theirs != passes[0]:
@@ -86,6 +115,22 @@ def DistributedOptimizer(
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {})
     optimizer._reducer = reducer  # type: ignore[attr-defined]
     return optimizer
+
+
+def _check_options(op: str, gradient_predivide_factor: float, sparse_as_dense: bool, process_set: Any) -> None:
+    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1 and op != Average):
+        raise ValueError(
+            "DistributedOptimizer: gradient_predivide_factor is positive, and not 1 only with op Average, but it is "
+            f"{gradient_predivide_factor!r} with {op}"
+        )
+    if sparse_as_dense:
+        raise ValueError(
+            "DistributedOptimizer: sparse gradients are not reduced: leave sparse_as_dense out and use nn.Embedding(sparse=False)"
+        )
+    if process_set is not None:
+        raise ValueError(
+            f"DistributedOptimizer has no process_set: {ABSENT['ProcessSet']}, and GradientReducer's group"
+        )
 
 
 def _checked(
