@@ -247,6 +247,21 @@ def test_a_rank_without_address_space_is_the_error_of_all():
         assert part in errors[0]
 
 
+def _many_groups():
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
+    groups = [dist.new_group() for _ in range(20)]
+    total = torch.ones(1000)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total.unique().tolist()
+
+
+def test_groups_share_the_address_space_that_is_left():
+    assert run_ranks(_many_groups, 2, backend="torchtp", fresh=True) == [[float(2**20)]] * 2
+
+
 def _messages(rank, group):
     sending = dist.isend(torch.ones(100_000), (rank + 1) % 3, group=group)
     dist.recv(torch.empty(100_000), (rank - 1) % 3, group=group)

@@ -14,7 +14,7 @@ BUILD = HERE.parents[1] / "build" / "cpp"
 SANITIZERS = {"address": "address,undefined", "thread": "thread", "none": "none"}
 TESTS = sorted(path.stem for path in HERE.glob("*_test.cpp"))
 # Forked ranks: the thread sanitizer sees nothing of what is between them.
-PROCESSES = {"chaos_test", "hostile_test", "outside_wait_test", "whereabouts_test"}
+PROCESSES = {"chaos_test", "deadlock_test", "hostile_test", "outside_wait_test", "whereabouts_test"}
 FIBERS = {"protocol_test"}  # one thread that changes stacks; sanitizers can't follow
 # In a program of one thread the thread sanitizer finds nothing, at five times the price.
 HAS_THREADS = re.compile(r'#include (?:"(?:ranks|exchange_kinds)\.h"|<thread>)')

@@ -40,6 +40,7 @@ void check_caller(const Engine& engine) {
                    "torchtp: this process was forked from a rank of the process group and is not that rank; make a "
                    "process group of its own, or have the parent make the call");
   refuse_in_signal_handler("the process group");
+  engine.host()->note_caller();
 }
 
 // With the ranks of a group whose global ranks are known.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -27,6 +28,13 @@ constexpr auto kLongestCreation = std::chrono::minutes(1);
 
 constexpr char kTrouble[] = "cannot take part in a shared-memory group";
 
+// Of this process, in bytes; 0 where the kernel does not show it.
+size_t address_space_taken() {
+  size_t num_pages = 0;
+  std::ifstream("/proc/self/statm") >> num_pages;
+  return num_pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
 size_t default_heap_bytes(int num_ranks) {
   if (const char* const text = std::getenv("TORCHTP_HEAP_BYTES")) {
     char* end = nullptr;
@@ -42,7 +50,9 @@ size_t default_heap_bytes(int num_ranks) {
   for (const auto resource : {RLIMIT_AS, RLIMIT_FSIZE}) {
     rlimit limit{};
     if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) continue;
-    heap_bytes = std::min<size_t>(heap_bytes, limit.rlim_cur / 8 / num_ranks);  // other groups want some too
+    const size_t taken = resource == RLIMIT_AS ? address_space_taken() : 0;
+    const size_t left = limit.rlim_cur > taken ? limit.rlim_cur - taken : 0;
+    heap_bytes = std::min<size_t>(heap_bytes, left / 16 / num_ranks);  // other groups, and the program, want some too
   }
   return heap_bytes;
 }

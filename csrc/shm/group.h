@@ -169,6 +169,9 @@ class Group : public std::enable_shared_from_this<Group> {
   int64_t heap_offset(const void* pointer, size_t num_bytes) const;  // for round(): -1 when not owned
   size_t allocated_bytes() const;
 
+  // Once for each call of this rank, on the thread that makes it: who calls by several may come to a call of the group
+  // while its first one waits elsewhere.
+  void note_caller();
   bool is_forked() const;  // whether this process is a child of the rank: it has the memory, but is not the rank
 
   // Frees all waiters on all ranks; the first cause wins. Never blocks, never throws.
@@ -206,6 +209,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string farewells(uint64_t ranks) const;
   bool keeps_from_running(Awaited& awaited) const;
   bool is_blocked(Channel channel, Awaited& awaited) const;  // see ToldWait
+  bool may_come_by_thread(uint64_t ranks) const;
   void nap_until_ready(Channel channel, Awaited& awaited);
   void report(const std::string& what) const;
   [[noreturn]] void fail(const std::string& why);  // aborts, throws the first cause

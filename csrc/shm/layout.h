@@ -42,7 +42,8 @@ struct alignas(kLine) AnnouncementOf {
 template <typename World>
 struct alignas(kLine) RankControlOf {
   typename World::template Atomic<uint32_t> left;
-  typename World::template Atomic<uint32_t> core;  // where it waited last, counted from 1; a hint (waiting.cpp)
+  typename World::template Atomic<uint32_t> core;     // where it waited last, counted from 1; a hint (waiting.cpp)
+  typename World::template Atomic<uint32_t> threads;  // 1: other threads than its process' first one call as well
   BellOf<World> bells[kNumChannels];
   AnnouncementOf<World> announcements[2];  // rounds alternate
 };

@@ -74,7 +74,20 @@ bool Group::keeps_from_running(Awaited& awaited) const {
 
 bool Group::is_blocked(Channel channel, Awaited& awaited) const {
   const bool first_waits = on_main_thread() || (channel == Channel::kRound && first_thread_waits_.load());
-  return first_waits && awaited.needs_all_missing();
+  return first_waits && awaited.needs_all_missing() && !may_come_by_thread(awaited.missing());
+}
+
+void Group::note_caller() {
+  thread_local const bool is_first = on_main_thread();
+  if (!is_first) segment_->control().ranks[rank_].threads.store(1, std::memory_order_relaxed);
+}
+
+bool Group::may_come_by_thread(uint64_t ranks) const {
+  for (int rank = 0; rank < size_; ++rank) {
+    const auto& threads = segment_->control().ranks[rank].threads;
+    if ((ranks >> rank & 1) != 0 && threads.load(std::memory_order_relaxed) != 0) return true;
+  }
+  return false;
 }
 
 void Group::nap_until_ready(Channel channel, Awaited& awaited) {
@@ -106,7 +119,9 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
     if (deadline.passed()) {
       fail(stall.describe(awaited, cat(in_words(limit), " (the timeout of rank ", called(rank_), ")")));
     }
-    if (stall.is_deadlock()) fail(stall.describe(awaited, in_words(stall.age())));
+    if (stall.is_deadlock()) {
+      fail(stall.describe(awaited, cat(in_words(stall.age()), " (the timeout is ", in_words(limit), ")")));
+    }
     if (!reported && stall.age() >= patience) {
       reported = true;
       report(stall.describe(awaited, in_words(stall.age())));
