@@ -222,6 +222,7 @@ import os, sys
 import torch, torch.distributed as dist, torchtp
 dist.init_process_group("torchtp", store=dist.HashStore(), rank=0, world_size=1)
 dist.all_reduce(torch.ones(4), async_op=True).wait()  # starts a thread, which no child has
+dist.all_reduce(torch.ones(4))  # that thread is done: a child of Python 3.10 hangs if another thread was just entering Python
 child = os.fork()
 if child == 0:
     sys.exit(7)
