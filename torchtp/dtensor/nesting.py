@@ -58,8 +58,15 @@ def is_nested(tensor: Any) -> bool:
     return bool(dims) and (max(dims) >= 2 or bool(axes_of(spec.mesh).spatial))
 
 
-def _holds_nested(arg: Any) -> bool:
-    return any(map(is_nested, arg)) if isinstance(arg, (list, tuple)) else is_nested(arg)
+def _hold_nested(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor among them, or in a list among them, is nested. Asked before every op: lists of numbers are not looked into."""
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, DTensor):
+            if is_nested(arg):
+                return True
+        elif isinstance(arg, (list, tuple)) and arg and not isinstance(arg[0], int) and any(map(is_nested, arg)):
+            return True
+    return False
 
 
 def may_nest(extent: int, sizes: Iterable[int]) -> bool:
@@ -119,7 +126,7 @@ def guarded(handler: Handler) -> Handler:
     untouched = _takers.get(handler)
 
     def guard(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(map(_holds_nested, args)) and not any(map(is_nested, kwargs.values())):
+        if not _hold_nested(args, kwargs):
             return handler(op, args, kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_nested(leaf)]
         dims = {dim for leaf in leaves for dim in nested_dims(spec_of(leaf).placements)}
@@ -134,7 +141,13 @@ def guarded_composite(handler: Handler) -> Handler:
     """The same of a rule made of differentiable ops."""
     if handler in _takers:
         return handler
-    return lambda op, args, kwargs: handler(op, *pytree.tree_map(lambda leaf: flat_recorded(op, leaf), (args, kwargs)))
+
+    def guard(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _hold_nested(args, kwargs):
+            args, kwargs = pytree.tree_map(lambda leaf: flat_recorded(op, leaf), (args, kwargs))
+        return handler(op, args, kwargs)
+
+    return guard
 
 
 def _of_flat(op: Op, handler: Handler, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
