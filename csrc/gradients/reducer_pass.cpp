@@ -41,8 +41,7 @@ void Reducer::refuse_shared() const {
   const Parameter* const parameter = shared();
   TORCH_CHECK_VALUE(
       !parameter, "gradients: parameter '", parameter->name,
-      "' has two reducers (a GradientReducer, a DistributedOptimizer, a module that torchtp.parallelize was called "
-      "on), "
+      "' has two reducers (a GradientReducer, a DistributedOptimizer, a module that was parallelized), "
       "each of which would reduce what the other has under way: give all parameters of both to one GradientReducer and "
       "leave optimizers plain, or parallelize with reduce=False; drop one that is not used any more");
 }

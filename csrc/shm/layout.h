@@ -55,8 +55,8 @@ struct ControlOf {
   alignas(kLine) typename World::template Atomic<uint32_t> abort_state;
   char cause[kCauseBytes];  // ends with a zero; complete when abort_state is kAborted
   RankControlOf<World> ranks[kMaxRanks];
-  char farewells[kMaxRanks]
-                [kFarewellBytes];  // why a rank left, if not in good order; end with a zero, complete with `left`
+  // Why a rank left, if not in good order; end with a zero, complete with `left`.
+  char farewells[kMaxRanks][kFarewellBytes];
 };
 
 // Where a rank tells the others something now and then: one thread writes, anybody reads meanwhile (protocol.h).
