@@ -144,7 +144,7 @@ def test_groups_that_were_given_no_timeout_take_that_of_the_default_group(monkey
     assert run_ranks(_timeout_of_a_mesh, 4, 77, backend=None, fresh=True) == [[77.0] * 4] * 4
 
 
-@pytest.mark.parametrize("text", ["", "5 min", "-1", "0", "nan"])
+@pytest.mark.parametrize("text", ["", "5 min", "-1", "0", "0.0001", "nan"])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(monkeypatch, text):
     monkeypatch.setenv("TORCHTP_TIMEOUT", text)
     with pytest.raises(ValueError, match="TORCHTP_TIMEOUT must be a positive number of seconds"):

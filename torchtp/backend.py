@@ -33,7 +33,7 @@ def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
     """The timeout of a group: what it was given, else TORCHTP_TIMEOUT, else that of the default group, else 5 minutes.
 
     torch.distributed passes 30 minutes to say that none was given. Raises ValueError if the timeout is not positive, or
-    TORCHTP_TIMEOUT not a positive number of seconds.
+    TORCHTP_TIMEOUT not a positive number of seconds, of 0.001 at least.
     """
     if given <= datetime.timedelta(0):
         raise ValueError(f"the timeout of a process group must be positive, not {given.total_seconds():g} s")
@@ -47,8 +47,8 @@ def timeout_of(given: datetime.timedelta) -> datetime.timedelta:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"TORCHTP_TIMEOUT must be a positive number of seconds, not {text!r}")
+    if not 1e-3 <= seconds < 1e9:
+        raise ValueError(f"TORCHTP_TIMEOUT must be a positive number of seconds, 0.001 at least, not {text!r}")
     return datetime.timedelta(seconds=seconds)
 
 

@@ -50,9 +50,12 @@ size_t default_heap_bytes(int num_ranks) {
   for (const auto resource : {RLIMIT_AS, RLIMIT_FSIZE}) {
     rlimit limit{};
     if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) continue;
-    const size_t taken = resource == RLIMIT_AS ? address_space_taken() : 0;
-    const size_t left = limit.rlim_cur > taken ? limit.rlim_cur - taken : 0;
-    heap_bytes = std::min<size_t>(heap_bytes, left / 16 / num_ranks);  // other groups, and the program, want some too
+    size_t part = limit.rlim_cur / 8;
+    if (resource == RLIMIT_AS) {  // other groups, and the program, want some too
+      const size_t taken = address_space_taken();
+      part = limit.rlim_cur > taken ? (limit.rlim_cur - taken) / 16 : 0;
+    }
+    heap_bytes = std::min<size_t>(heap_bytes, part / num_ranks);
   }
   return heap_bytes;
 }
@@ -86,23 +89,27 @@ SegmentSizes from_text(std::istringstream& text, int num_ranks) {
   return s;
 }
 
-// The socket of a process that dies is gone a little before it can be seen to have died.
-bool dies(const KnownProcesses& processes, int rank) {
-  const Deadline patience(std::chrono::seconds(1));
-  while (!processes.has_died(rank)) {
-    if (patience.passed()) return false;
+// Of a process that dies the socket is gone a little before it can be seen to have died.
+std::optional<int> who_dies(const KnownProcesses& processes, int num_ranks) {
+  for (const Deadline patience(std::chrono::seconds(1)); !patience.passed();) {
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      if (processes.has_died(rank)) return rank;
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return true;
+  return std::nullopt;
 }
 
-// How rank 0 is reached. It may have died after it said its part of this step, and then nobody waits for its word.
-Receiver reach(const std::string& address, const KnownProcesses& processes, const GroupOptions& options) {
+// How rank 0 is reached. It may have died after it said its part of this step, or have gone, as it saw another one's
+// death: then nobody waits for its word.
+Receiver reach(const std::string& address, const KnownProcesses& processes, int num_ranks,
+               const GroupOptions& options) {
   try {
     return Receiver(address);
   } catch (const Error&) {
-    if (!dies(processes, 0)) throw;
-    throw Error(cat("rank ", options.called.empty() ? 0 : options.called[0],
+    const std::optional<int> dead = who_dies(processes, num_ranks);
+    if (!dead) throw;
+    throw Error(cat("rank ", options.called.empty() ? *dead : options.called[*dead],
                     " died (its process is gone) while the group was being made"));
   }
 }
@@ -149,7 +156,7 @@ std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options)
       std::string address;
       sizes = from_text(offer, size);
       offer >> address;
-      if (rank != 0) receiver.emplace(reach(address, *processes, options));
+      if (rank != 0) receiver.emplace(reach(address, *processes, size, options));
       return std::string();
     });
     together(bootstrap, kTrouble, [&] {

@@ -21,8 +21,10 @@ struct OutsideWait::State : Awaited {
             [this](uint64_t missing, Circle& circle) { return group->whereabouts()->follow(*group, missing, circle); },
             group->options_.deadlock_after),
         long_wait(group->whereabouts(), *group) {
-    long_wait.tell({this->what, "", mask, on_main_thread()});
+    long_wait.tell({this->what, "", mask, is_blocked()});
   }
+
+  bool is_blocked() const { return on_main_thread() && !group->may_come_by_thread(mask); }
 
   bool ready() override { return false; }
   uint64_t missing() override { return mask; }
@@ -42,7 +44,7 @@ OutsideWait::~OutsideWait() = default;
 
 std::string OutsideWait::look() {
   if (!state_) return "";
-  state_->stall.look(*state_, on_main_thread());
+  state_->stall.look(*state_, state_->is_blocked());
   return state_->stall.is_deadlock() ? describe() : "";
 }
 
