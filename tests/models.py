@@ -15,6 +15,21 @@ def make_layout(axes, spatial=None, data=None):
     return torchtp.Layout(mesh, {name: dims[name] for name in axes if name in dims}, "dp" if "dp" in axes else None)
 
 
+class Fault(torch.autograd.Function):
+    """Passes on what it is given; its backward may raise."""
+
+    @staticmethod
+    def forward(ctx, x, raises):
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.raises:
+            raise ArithmeticError("no gradient today")
+        return grad, None
+
+
 class DropPath(nn.Module):
     def __init__(self, rate):
         super().__init__()

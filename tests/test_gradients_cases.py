@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from models import Fault
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -245,19 +246,6 @@ def test_parameters_are_frozen_and_thawed_while_training():
         assert travelling == [["2", "4"], ["2", "4"], ["0", "2", "4"], ["0", "4"], ["0", "4"], [], ["0", "2", "4"]]
 
 
-class _Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, raises):
-        ctx.raises = raises
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.raises:
-            raise ArithmeticError("no gradient today")
-        return grad, None
-
-
 def _fail_in_backward(failing, at_step):
     rank = dist.get_rank()
     model = _chain()
@@ -268,7 +256,7 @@ def _fail_in_backward(failing, at_step):
         model.zero_grad(set_to_none=step % 2 == 0)
         try:
             y = model[:2](_input(rank))
-            y = _Fault.apply(y, step == at_step and rank in failing)
+            y = Fault.apply(y, step == at_step and rank in failing)
             model[2:](y).square().sum().backward()
             outcomes.append(_error(_gradient(model), _reference(_square)))
         except (ArithmeticError, RuntimeError) as error:

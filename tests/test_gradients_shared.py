@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from models import make_layout
+from models import Fault, make_layout
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,19 +80,6 @@ def test_a_reducer_of_a_parallelized_module_is_refused():
         assert "parallelize with reduce=False" in error
 
 
-class _Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, raises):
-        ctx.raises = raises
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.raises:
-            raise ArithmeticError("no gradient today")
-        return grad, None
-
-
 def _fail_in_the_second_of_two():
     modules = _tasks()[:2]
     reducer = GradientReducer(nn.ModuleList(modules))
@@ -104,7 +91,7 @@ def _fail_in_the_second_of_two():
         want = 0.0
         for call in (2 * step, 2 * step + 1):
             x = _inputs(call)[dist.get_rank()]
-            hidden = _Fault.apply(modules[0](x), step == 1 and call == 3 and dist.get_rank() == 1)
+            hidden = Fault.apply(modules[0](x), step == 1 and call == 3 and dist.get_rank() == 1)
             want += torch.autograd.grad(_loss(modules, torch.cat(_inputs(call))), modules[0].weight)[0]
             try:
                 modules[1](hidden.tanh()).square().mean().backward()

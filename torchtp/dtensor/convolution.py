@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, cut_of, full_of
+from torchtp.dtensor.cut import cut_of, full_of
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.nesting import is_nested, takes_nested_if
 from torchtp.dtensor.pooling import each
 from torchtp.dtensor.registry import bound, composite_rule, named_arguments, rule
 from torchtp.dtensor.sharing import hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_spatial, mark
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, passthrough, taken_apart
+from torchtp.dtensor.upstream import DTensor, Op, passthrough, taken_apart
 from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
 ops = torch.ops.torchtp
@@ -85,83 +85,46 @@ def _of_single_pixels(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dim
 @takes_nested_if(_of_single_pixels)
 def convolution(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, weight, bias, *params = bound(op, args, kwargs)
-    if is_nested(input):
-        return _pixels(op, args, kwargs)
-    if not _takes(input, weight):
+    nested = is_nested(input)
+    if not nested and not _takes(input, weight):
         return _left(op, args, kwargs)
     params = _for_each_dim(input.dim() - 2, params)
     hand_out_alike(op, weight, bias)
-    local, mesh, placements = arrange(op, input, _not_channels)
+    local, mesh, placements = arrange(op, input, _not_channels, nested)
     weight = _whole(op, weight)
     bias = None if bias is None else full_of(bias)
-    cut = cut_of(mesh, placements, input.shape)
-    if cut is None:
-        output = aten.convolution(local, weight, bias, *params)
-    else:
+    cut = None if nested else cut_of(mesh, placements, input.shape)
+    if cut is not None:
         mark(mesh, cut.axes)
         output = ops.convolution(local, weight, bias, *params, cut.dims, cut.extents, cut.groups)
-    return wrap(output, mesh, placements, _output_shape(input.shape, weight.shape, *params))  # after the op's refusals
-
-
-def _pixels(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Of pixels that several axes cut: each rank's own."""
-    input, weight, bias, *params = bound(op, args, kwargs)
-    hand_out_alike(op, weight, bias)
-    local, mesh, placements = arrange(op, input, _not_channels, nested=True)
-    weight, bias = _whole(op, weight), None if bias is None else full_of(bias)
-    shape = _output_shape(input.shape, weight.shape, *params)
-    if local.numel():
+    elif nested and not local.numel():  # aten refuses rows without pixels
+        channels = _output_shape(input.shape, weight.shape, *params)[1]
+        output = local.new_empty(local.size(0), channels, *local.shape[2:])
+    else:
         output = aten.convolution(local, weight, bias, *params)
-    else:
-        output = local.new_empty(*local.shape[:1], *shape[1:2], *local.shape[2:])
-    return wrap(output, mesh, placements, shape)
-
-
-def _pixels_backward(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor | torch.Tensor | None, ...]:
-    grad_output, input, weight, bias_sizes, *params, mask = bound(op, args, kwargs)
-    local, mesh, placements = arrange(op, input, _not_channels, nested=True)
-    full_weight = _whole(op, weight)
-    if local.numel():
-        grad_output = local_as(grad_output, mesh, placements)
-        grads = aten.convolution_backward(grad_output, local, full_weight, bias_sizes, *params, mask)
-    else:
-        local_as(grad_output, mesh, placements)  # which may be collective
-        grads = (local, torch.zeros_like(full_weight), local.new_zeros(bias_sizes or ()))
-    return _gradients(grads, mask, input, weight, mesh, placements)
+    return wrap(output, mesh, placements, _output_shape(input.shape, weight.shape, *params))  # after the op's refusals
 
 
 @rule("convolution_backward")
 @takes_nested_if(_of_single_pixels)
 def convolution_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad_output, input, weight, bias_sizes, *params, mask = bound(op, args, kwargs)
-    if is_nested(input):
-        return _pixels_backward(op, args, kwargs)
-    if not _takes(input, weight):
+    nested = is_nested(input)
+    if not nested and not _takes(input, weight):
         return _left(op, args, kwargs)
     params = _for_each_dim(input.dim() - 2, params)
-    local, mesh, placements = arrange(op, input, _not_channels)
+    local, mesh, placements = arrange(op, input, _not_channels, nested)
     full_weight = _whole(op, weight)
     grad_output = local_as(grad_output, mesh, placements)
-    cut = cut_of(mesh, placements, input.shape)
-    if cut is None:
-        grads = aten.convolution_backward(grad_output, local, full_weight, bias_sizes, *params, mask)
-    else:
+    cut = None if nested else cut_of(mesh, placements, input.shape)
+    if cut is not None:
         grads = ops.convolution_backward(
             grad_output, local, full_weight, *params, mask, cut.dims, cut.extents, cut.groups
         )
-    return _gradients(grads, mask, input, weight, mesh, placements)
-
-
-def _gradients(
-    grads: tuple[torch.Tensor, ...],
-    mask: list[bool],
-    input: DTensor,
-    weight: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Placements,
-) -> tuple[DTensor | torch.Tensor | None, ...]:
+    elif nested and not local.numel():
+        grads = (local, torch.zeros_like(full_weight), local.new_zeros(bias_sizes or ()))
+    else:
+        grads = aten.convolution_backward(grad_output, local, full_weight, bias_sizes, *params, mask)
     grad_input, grad_weight, grad_bias = grads
     return (
         wrap(grad_input, mesh, placements, input.shape) if mask[0] else None,
