@@ -34,6 +34,7 @@ class Lifetime {
   // See Runner. `sequence` is the call's; a wait for those before it answers signals, which may end the group.
   void submit(std::function<void()> task);
   void run(uint64_t sequence, const std::function<void()>& task);
+  Runner::Places places() const { return runner_.places(); }
 
   // Ends the group, of which this rank can't carry out what all have called, and throws the cause.
   [[noreturn]] void lack_thread(const std::system_error& error);

@@ -25,13 +25,25 @@ Operation* Recorder::find(uint64_t number) {
   return ring.next - place <= kMostOperations ? &ring.operations[place % kMostOperations] : nullptr;
 }
 
-void Recorder::start(uint64_t number) {
-  const int64_t now = now_ns();
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (Operation* const operation = find(number)) {
-    operation->started_ns = now;
+Operation* Recorder::begin(uint64_t number) {
+  Operation* const operation = find(number);
+  if (operation != nullptr) {
+    operation->started_ns = now_ns();
     operation->state = Operation::State::kRunning;
   }
+  return operation;
+}
+
+void Recorder::start(uint64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  begin(number);
+}
+
+uint64_t Recorder::start_collective(uint64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t sequence = next_sequence_++;
+  if (Operation* const operation = begin(number)) operation->sequence = sequence;
+  return sequence;
 }
 
 bool Recorder::note_error(const std::string& error) {

@@ -66,6 +66,8 @@ class Recorder {
   // The call's number here, for the others. It is called now, unless the operation says when.
   uint64_t call(Operation operation);
   void start(uint64_t number);
+  // The same for a collective: its sequence number, which is known now, as callbacks may have called something before.
+  uint64_t start_collective(uint64_t number);
   // `arrivals`: when each rank came to it, or empty. Returns whether it is the first that failed.
   bool end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals);
 
@@ -86,13 +88,15 @@ class Recorder {
 
   static constexpr size_t kNumKinds = 3;
 
-  Operation* find(uint64_t number);  // nullptr when it has been overwritten
+  Operation* begin(uint64_t number);  // as find()
+  Operation* find(uint64_t number);   // nullptr when it has been overwritten
   bool note_error(const std::string& error);
   // Nullptr where there is nothing more to say of it.
   Operation* close(uint64_t number, const std::string& error);
 
   const Identity identity_;
-  mutable std::mutex mutex_;           // of the members below
+  mutable std::mutex mutex_;  // of the members below
+  uint64_t next_sequence_ = 0;
   std::array<Ring, kNumKinds> rings_;  // by kind
   std::string error_;
   Statistics statistics_;

@@ -149,13 +149,13 @@ void TorchtpBackend::abort() {
 
 void TorchtpBackend::shutdown() { lifetime_->end(handled_exception(), kPatienceOfErrors); }
 
-std::function<void()> TorchtpBackend::task(uint64_t sequence, uint64_t number, std::chrono::milliseconds timeout,
+std::function<void()> TorchtpBackend::task(uint64_t number, std::chrono::milliseconds timeout,
                                            std::function<void(const Call&)> body,
                                            std::function<void(std::exception_ptr)> complete) const {
-  return [engine = engine_, recorder = recorder_, trace = trace_, sequence, number, timeout,
-          label = CallLabel::current(), body = std::move(body), complete = std::move(complete)] {
+  return [engine = engine_, recorder = recorder_, trace = trace_, number, timeout, label = CallLabel::current(),
+          body = std::move(body), complete = std::move(complete)] {
     std::exception_ptr error;
-    recorder->start(number);
+    const uint64_t sequence = recorder->start_collective(number);
     try {
       const at::NoGradGuard no_grad;
       engine->set_timeout(timeout);
@@ -221,7 +221,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
   std::optional<CommsEvent> event;
   uint64_t sequence;
   {
-    // Under the mutex: the order of sequence numbers is the order of the queue.
+    // Under the mutex: the order of sequence numbers is the order of the queue, unless callbacks call something.
     std::unique_lock<std::mutex> lock(mutex_);
     lifetime_->check();
     sequence = sequence_++;
@@ -233,22 +233,20 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
       Operation refused;
       refused.sequence = sequence;
       refused.op = "refused";
-      lifetime_->submit(task(sequence, recorder_->call(refused), timeout, refuse, [](std::exception_ptr) {}));
+      lifetime_->submit(task(recorder_->call(refused), timeout, refuse, [](std::exception_ptr) {}));
       std::rethrow_exception(refusal);
     }
     event.emplace(recorder_->identity(), getGroupDesc(),
                   CommsCall{plan.op, sequence, asynchronous, plan.inputs, plan.outputs});
     const uint64_t number = record(plan, sequence, asynchronous);
     if (inner_backend) {
-      plan.print.sequence = sequence;
       plan.print.flags |= collectives::kOnDevice;
-      announce(lock, plan.print, number, timeout);
+      announce(lock, sequence, plan.print, number, timeout);
     } else {
       work = c10::make_intrusive<TorchtpWork>(getRank(), plan.op, plan.title, sequence, std::move(plan.outputs),
                                               plan.inputs);
-      work->belongs_to(engine_);
-      run = task(sequence, number, timeout, std::move(plan.body),
-                 [work](std::exception_ptr error) { work->complete(error); });
+      work->belongs_to(engine_, lifetime_->places());
+      run = task(number, timeout, std::move(plan.body), [work](std::exception_ptr error) { work->complete(error); });
       if (asynchronous) {
         lifetime_->submit(std::move(run));
         if (coalescing_) coalesced_.push_back(work);
@@ -263,18 +261,22 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
 
 // Beside the inner backend's work, so that it costs the device nothing. The first time beforehand: an inner backend
 // that connects its ranks in their first call would wait for a rank that calls something else.
-void TorchtpBackend::announce(std::unique_lock<std::mutex>& lock, const shm::Fingerprint& print, uint64_t number,
-                              std::chrono::milliseconds timeout) {
+void TorchtpBackend::announce(std::unique_lock<std::mutex>& lock, uint64_t sequence, const shm::Fingerprint& print,
+                              uint64_t number, std::chrono::milliseconds timeout) {
   const auto failed = std::make_shared<std::exception_ptr>();
   auto agree = task(
-      print.sequence, number, timeout, [print](const Call& call) { call.engine.agree(print); },
+      number, timeout,
+      [print = print](const Call& call) mutable {
+        print.sequence = call.sequence;
+        call.engine.agree(print);
+      },
       [device = device_, failed](std::exception_ptr error) {
         *failed = error;
         if (error) device->abort();
       });
   if (std::exchange(announced_, true)) return lifetime_->submit(std::move(agree));
   lock.unlock();
-  lifetime_->run(print.sequence, agree);
+  lifetime_->run(sequence, agree);
   if (*failed) std::rethrow_exception(*failed);
 }
 

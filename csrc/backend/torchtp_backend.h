@@ -137,7 +137,7 @@ class TorchtpBackend : public c10d::Backend {
   // waiting for this one.
   WorkPtr launch(bool asynchronous, std::chrono::milliseconds timeout, const std::function<Plan()>& make,
                  const std::function<WorkPtr(Inner&)>& inner = {});
-  void announce(std::unique_lock<std::mutex>& lock, const shm::Fingerprint& print, uint64_t number,
+  void announce(std::unique_lock<std::mutex>& lock, uint64_t sequence, const shm::Fingerprint& print, uint64_t number,
                 std::chrono::milliseconds timeout);
   WorkPtr on_device(Inner& backend, c10d::OpType op, uint64_t sequence, bool asynchronous,
                     const std::function<WorkPtr(Inner&)>& inner);
@@ -152,8 +152,7 @@ class TorchtpBackend : public c10d::Backend {
   DeviceGroup::BackendPtr inner_for(const Plan& plan) const;
   DeviceGroup::BackendPtr inner_for(const at::Device& device) const;
   bool is_announced();
-  std::function<void()> task(uint64_t sequence, uint64_t number, std::chrono::milliseconds timeout,
-                             std::function<void(const Call&)> body,
+  std::function<void()> task(uint64_t number, std::chrono::milliseconds timeout, std::function<void(const Call&)> body,
                              std::function<void(std::exception_ptr)> complete) const;
   uint64_t record(const Plan& plan, uint64_t sequence, bool asynchronous) const;
   Plan plan_allgather(const char* title, const TensorLists& outputs, const Tensors& inputs) const;

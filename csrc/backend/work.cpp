@@ -8,7 +8,6 @@
 #include "backend/comms_event.h"
 #include "backend/engine.h"
 #include "backend/gil.h"
-#include "backend/runner.h"
 #include "backend/signal_handlers.h"
 #include "core/error.h"
 #include "core/format.h"
@@ -19,6 +18,14 @@ namespace {
 
 c10::intrusive_ptr<c10::ivalue::Future> make_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+}
+
+void settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs, const std::exception_ptr& error) {
+  if (error) {
+    future.setError(error);
+  } else {
+    future.markCompleted(c10::IValue(outputs));
+  }
 }
 
 }  // namespace
@@ -36,14 +43,14 @@ void TorchtpWork::complete(std::exception_ptr error) {
     error_ = error;
     future = future_;
   }
-  if (future) settle(*future);
+  if (future) places_.run_at(place_, [future, outputs = outputs_, error] { settle(*future, outputs, error); });
 }
 
 // A callback that asks for this work runs on the thread that would have to do it (PowerSGD's hook waits like that).
 void TorchtpWork::catch_up() {
   if (!Runner::on_worker()) return;
   GilRelease release;
-  Runner::catch_up([this] { return Work::isCompleted(); });
+  places_.catch_up([this] { return Work::isCompleted(); });
 }
 
 bool TorchtpWork::wait(std::chrono::milliseconds timeout) {
@@ -73,17 +80,10 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchtpWork::getFuture() {
   std::lock_guard<std::mutex> lock(future_mutex_);
   if (!future_) {
     future_ = make_future();
-    if (done_) settle(*future_);
+    place_ = places_.hold();
+    if (done_) settle(*future_, outputs_, error_);
   }
   return future_;
-}
-
-void TorchtpWork::settle(c10::ivalue::Future& future) const {
-  if (error_) {
-    future.setError(error_);
-  } else {
-    future.markCompleted(c10::IValue(outputs_));
-  }
 }
 
 WorkList::WorkList(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> works)

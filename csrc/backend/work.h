@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "backend/runner.h"
+
 namespace torchtp::backend {
 
 class Engine;
@@ -22,8 +24,12 @@ class TorchtpWork : public c10d::Work {
 
   void complete(std::exception_ptr error);
 
-  // Of whose work this is: a wait on the main thread handles the program's signals, which may end the group.
-  void belongs_to(std::weak_ptr<Engine> engine) { engine_ = std::move(engine); }
+  // Of whose work this is: a wait on the main thread handles the program's signals, which may end the group. `places`:
+  // of the runner that does it, if one does.
+  void belongs_to(std::weak_ptr<Engine> engine, Runner::Places places = {}) {
+    engine_ = std::move(engine);
+    places_ = std::move(places);
+  }
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -35,15 +41,16 @@ class TorchtpWork : public c10d::Work {
   bool wait_for_others(std::chrono::milliseconds timeout, bool for_rounds = false);
 
  private:
-  void settle(c10::ivalue::Future& future) const;
   void catch_up();
 
-  const uint64_t sequence_;
+  const uint64_t sequence_;  // unless callbacks call something before
   std::weak_ptr<Engine> engine_;
+  Runner::Places places_;
   const std::vector<at::Tensor> outputs_;
   std::mutex future_mutex_;
   bool done_ = false;
   std::exception_ptr error_;
+  Runner::Place place_ = 0;                         // of what the future's callbacks call
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for: synchronous calls never need it
 };
 
