@@ -64,6 +64,8 @@ def _output_shape(
 def _for_each_dim(num_dims: int, params: list[Any]) -> list[Any]:
     """Stride, padding, dilation and output padding with a number for each dim; padding="valid" comes as one zero for all."""
     stride, padding, dilation, transposed, output_padding, groups = params
+    if len(stride) == len(padding) == len(dilation) == len(output_padding) == num_dims:
+        return params
     stride, padding, dilation, output_padding = (
         each(values, num_dims) for values in (stride, padding, dilation, output_padding)
     )

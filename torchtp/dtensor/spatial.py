@@ -52,7 +52,7 @@ def is_spatial(tensor: object) -> bool:
     spec = spec_of(tensor)
     spatial = axes_of(spec.mesh).spatial
     return bool(spatial) and any(
-        axis in spatial and not isinstance(placement, (Replicate, Partial))
+        axis in spatial and (plain_shard(placement) or not isinstance(placement, (Replicate, Partial)))
         for axis, placement in enumerate(spec.placements)
     )
 
@@ -80,6 +80,19 @@ def is_whole(tensor: DTensor) -> bool:
     return is_marked(spec.mesh) and all(isinstance(placement, (Replicate, Partial)) for placement in spec.placements)
 
 
+def _is_arranged(placements: Placements, may_cut: Callable[[int], bool], nested: bool) -> bool:
+    """Whether it is as `arrange` would have it."""
+    seen = []
+    for placement in placements:
+        if plain_shard(placement):
+            if not may_cut(placement.dim) or (placement.dim in seen and not nested):
+                return False
+            seen.append(placement.dim)
+        elif type(placement) is not Replicate:
+            return False
+    return True
+
+
 def arrange(
     op: Op, tensor: DTensor, may_cut: Callable[[int], bool], nested: bool = False
 ) -> tuple[torch.Tensor, DeviceMesh, Placements]:
@@ -89,6 +102,8 @@ def arrange(
     Returns its local part, mesh and placements.
     """
     spec = spec_of(tensor)
+    if _is_arranged(spec.placements, may_cut, nested):
+        return local_of(tensor), spec.mesh, spec.placements
     sizes = axes_of(spec.mesh).sizes
     held = {p.dim for p in spec.placements if plain_shard(p)}
     seen: set[int] = set()
