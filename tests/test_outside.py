@@ -1,4 +1,4 @@
-"""Gradients of tensors that a forward takes from elsewhere than its parameters and arguments: fast weights that are kept on modules."""
+"""Gradients of tensors that are none of a parallelized module's: fast weights kept on it, parameters of a loss or a head behind it."""
 
 import copy
 import math
@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from models import make_layout
 from torch import nn
-from training import assert_same_gradients, loss_of, make_images
+from torch.utils.checkpoint import checkpoint
+from training import assert_same_gradients, loss_of, make_images, whole
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -70,3 +71,103 @@ def _train(program, axes):
 @pytest.mark.parametrize("program", [_made_of_parameters, _leaves])
 def test_tensors_from_outside_have_gradients_not_contributions(program, axes):
     run_ranks(_train, math.prod(axes.values()), program, axes)
+
+
+class Loss(nn.Module):
+    """A loss with parameters of its own, which meet activations alone, made into something else, and in lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weights = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor([0.2, -0.3]))
+        self.centers, self.plane = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(1, 1, 13, 17))
+        self.head = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.GroupNorm(1, 3), nn.PReLU(3))
+        self.rows = nn.LSTM(2, 3)
+
+    def forward(self, y):
+        pixels = y.movedim(1, 3)
+        near = self.centers[(y.detach()[:, 0] * 4).long().clamp(0, 3)]
+        loss = (
+            (y / self.scale).square().mul(self.weights.view(2, 1, 1).exp()).mean()
+            + self.scale.log()
+            + self.weights[0] ** 2
+        )
+        loss = (
+            loss
+            + (pixels - near).square().mean()
+            + torch.cdist(pixels.flatten(0, 2), self.centers).min(1).values.mean()
+        )
+        loss = loss + torch.cat([y, self.plane.expand(y.size(0), -1, -1, -1)], 1).tanh().square().mean()
+        loss = loss + checkpoint(lambda y: self.head(y).tanh().mul(self.scale.exp()).mean(), y, use_reentrant=False)
+        loss = loss + self.rows(y.mean(3).permute(2, 0, 1))[0].square().mean()
+        return loss + checkpoint(
+            lambda y: (y * self.weights.sigmoid().view(2, 1, 1)).square().mean(), y, use_reentrant=True
+        )
+
+
+class Hidden(nn.Module):
+    """Forward takes a loss along that is none of its modules."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.body, self.losses = Fast(), [loss]
+
+    def forward(self, x):
+        return self.losses[0](self.body(x))
+
+
+class Behind(nn.Module):
+    """A body, and a loss that is called on what it gives; only the body is parallelized."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.body, self.loss = Fast(), loss
+
+    def forward(self, x):
+        return self.loss(self.body(x))
+
+
+def _loss_of(model):
+    return model.losses[0] if isinstance(model, Hidden) else model.loss
+
+
+def _trained(model):
+    loss, told = _loss_of(model), []
+    optimizer = torch.optim.SGD({*model.parameters(), *loss.parameters()}, lr=0.05)
+    for step in range(2):
+        optimizer.zero_grad()
+        value = model(make_images(step, 2))
+        value.backward()
+        told += [whole(value.detach()), *(one.grad.clone() for one in loss.parameters())]
+        optimizer.step()
+    return told
+
+
+def _steps(model):
+    told, loss = _trained(model), _loss_of(model)
+    taken = torch.autograd.grad(model(make_images(2, 2)), list(loss.parameters()), create_graph=True)
+    sum(grad.square().sum() for grad in taken).backward()
+    return [*told, *taken, *(one.grad for one in loss.parameters())]
+
+
+def _learn_a_loss(cls, axes, reduced):
+    torch.manual_seed(1)
+    single = cls(Loss().double()).double()
+    model, layout = copy.deepcopy(single), make_layout(axes)
+    torchtp.parallelize(model if cls is Hidden else model.body, layout)
+    reducer = torchtp.gradients.GradientReducer(_loss_of(model), layout.gradient_group) if reduced else None
+    run = (
+        _trained if reducer else _steps
+    )  # gradients that are taken, not accumulated, are for a reducer's user to average
+    told, expected = run(model), run(single)
+    torch.testing.assert_close(told, expected, rtol=1e-8, atol=1e-10)
+    assert_same_gradients(model, single)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("cls", [Hidden, Behind])
+def test_parameters_of_a_loss_have_gradients_not_contributions(cls, axes):
+    run_ranks(_learn_a_loss, math.prod(axes.values()), cls, axes, False)
+
+
+def test_a_loss_with_a_reducer_of_its_own():
+    run_ranks(_learn_a_loss, 2, Behind, AXES[0], True)

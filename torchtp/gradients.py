@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtp import _C
+from torchtp.dtensor.outside import are_averaged
 from torchtp.dtensor.sharing import share_gradient
 from torchtp.faults import agreed, fault_of
 
@@ -96,6 +97,7 @@ class GradientReducer:
             *bytes_and_ways,
             share_gradient,
         )
+        are_averaged(self.parameters, self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -23,8 +23,9 @@ from torchtp.awaiting import after_backward
 from torchtp.captured import Composition
 from torchtp.comparisons import Comparisons, is_due
 from torchtp.dtensor import notice
+from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.fallback import take_custom_ops
-from torchtp.dtensor.outside import looking_out
+from torchtp.dtensor.outside import are_averaged, looking_out
 from torchtp.equality import Written, make_equal, tensors_of
 from torchtp.gradients import GradientReducer
 from torchtp.images import Images, Output, is_image
@@ -164,7 +165,10 @@ class _State:
         is_new = torch.is_grad_enabled() and self._composition.look(module)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
         if reducer is not None:
+            axes_of(self.layout.spatial_mesh).averages = True
             reducer.prepare()  # a failed backward's messages come before this forward's
+        elif is_new and self._reduces is None:
+            are_averaged(module.parameters(), self)
         tensors, complaint = self._images.describe(args, kwargs)
         everyone = reducer is not None and module.training
         stranger = ""

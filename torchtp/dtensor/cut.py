@@ -48,6 +48,7 @@ class Axes:
     ranks: tuple[int, ...]  # none on a rank outside of the mesh
     groups: tuple[str, ...]
     spatial: set[int]  # of all meshes equal to this one
+    averages: bool = False  # whether a forward on this mesh averages gradients for its program
     writes_into_plain: bool = False  # whether a DTensor was ever written into a plain tensor whose gradient is recorded
     few_rows: bool = False  # whether some rank ever held less than two rows of a cut dim
     tell_order: dict[tuple[Placements, torch.Size], bool] = field(default_factory=dict)

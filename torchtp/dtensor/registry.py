@@ -7,11 +7,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.nesting import guarded, guarded_composite
+from torchtp.dtensor.outside import is_averaged
 from torchtp.dtensor.parts import written
-from torchtp.dtensor.sharing import average_for_users, hand_out
+from torchtp.dtensor.sharing import average_for_others, hand_out
 from torchtp.dtensor.sums import holds_sum, link_views, write_into_sum
 from torchtp.dtensor.tracing import traced, tracing
 from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough, taken_apart
@@ -104,7 +106,7 @@ def install(name: str, handler: Handler) -> None:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
         kwargs = kwargs or {}
-        _mind_users(args)
+        _mind_others(args)
         outer, called.now = called.now, (op, args, kwargs)
         try:
             results = handler(op, args, kwargs)
@@ -117,7 +119,7 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
-        _mind_users(args)
+        _mind_others(args)
         if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, DTensor):
@@ -136,13 +138,24 @@ def install(name: str, handler: Handler) -> None:
     torch.library.register_torch_dispatch(name, DTensor, dispatch_in_place if in_place else dispatch, lib=library)
 
 
-def _mind_users(args: tuple[Any, ...]) -> None:
-    """Before what was made of parameters, or is no parameter, meets a cut tensor: people's own functions get its gradient averaged."""
-    plain = [arg for arg in args if type(arg) is torch.Tensor and arg.requires_grad]
-    lead = next((arg for arg in args if isinstance(arg, DTensor)), None) if plain else None
+def _may_need_averaging(arg: Any) -> bool:
+    if type(arg) is not torch.Tensor and (type(arg) is not nn.Parameter or is_averaged(arg)):
+        return False
+    return bool(arg.requires_grad)
+
+
+def _mind_others(args: tuple[Any, ...]) -> None:
+    """Before something plain meets a cut tensor: people's own functions, and what nobody averages, get its gradient averaged."""
+    plain = [arg for arg in args if _may_need_averaging(arg)]
+    tensors: list[Any] = []  # in lists
+    for arg in args:
+        if type(arg) is list and arg and not isinstance(arg[0], (int, float)):
+            tensors += arg
+            plain += filter(_may_need_averaging, arg)
+    lead = next((arg for arg in (*args, *tensors) if isinstance(arg, DTensor)), None) if plain else None
     if lead is not None:
         for tensor in plain:
-            average_for_users(tensor, lead.device_mesh)
+            average_for_others(tensor, lead.device_mesh)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -192,7 +205,7 @@ def _install_composite(name: str, handler: Handler, takes: Callable[[Any], bool]
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not any(map(takes, args)):
             return taken_apart(op, args, kwargs)
-        _mind_users(args)
+        _mind_others(args)
         return handler(op, args, kwargs)
 
     library = _libraries.setdefault("aten, kernels", torch.library.Library("aten", "IMPL"))

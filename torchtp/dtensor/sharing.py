@@ -36,14 +36,15 @@ def hand_out(tensor: torch.Tensor) -> None:
         tensor.register_hook(share_gradient if tensor.is_leaf else _share_gradient_of_made)
 
 
-def goes_through_users(tensor: torch.Tensor) -> bool:
-    """Whether its gradient goes on through hooks, or the backward of a Function that is neither PyTorch's nor this package's.
+def _goes_to_others(made: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Whether its gradient goes on through hooks, or the backward of a Function that is neither PyTorch's nor this package's, or
+    to a leaf from outside.
 
-    Such a one may ask for a gradient's sign or size, which a contribution by the mean rule does not have.
+    Such a one may ask for a gradient's sign or size, which a contribution by the mean rule does not have; or nobody averages.
     """
-    if _C.is_hooked(tensor, _MOST_NODES):
+    if _C.is_hooked(made, _MOST_NODES):
         return True
-    nodes = [tensor.grad_fn]
+    nodes: list[Any] = [made.grad_fn]
     seen: set[Any] = set()
     while nodes and len(seen) < _MOST_NODES:
         node = nodes.pop()
@@ -51,20 +52,24 @@ def goes_through_users(tensor: torch.Tensor) -> bool:
             continue
         seen.add(node)
         function = getattr(node, "_forward_cls", None)
-        if function is None:
+        if function is not None:
+            if not function.__module__.startswith(("torch.", "torchtp.")):
+                return True
+        elif type(node).__name__ == "AccumulateGrad":
+            if is_from_outside(node.variable, mesh):
+                return True
+        else:
             nodes += [other for other, _ in node.next_functions]
-        elif not function.__module__.startswith(("torch.", "torchtp.")):
-            return True
     return False
 
 
-def average_for_users(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where people's own code gets it.
+def average_for_others(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Have what comes back for a plain tensor that is about to meet a DTensor be its gradient itself, where others get it.
 
-    That is where it `goes_through_users`, or the tensor `is_from_outside`.
+    That is people's own code, and leaves that nobody averages.
     """
-    if not is_from_outside(tensor) and (
-        tensor.is_leaf or not is_first(tensor, _LOOKED_AT) or not goes_through_users(tensor)
+    if not is_from_outside(tensor, mesh) and (
+        tensor.is_leaf or not is_first(tensor, _LOOKED_AT) or not _goes_to_others(tensor, mesh)
     ):
         return
     if not is_first(tensor, _AVERAGES):
@@ -136,13 +141,12 @@ class Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         ctx.is_made = not tensor.is_leaf
-        is_outside = type(tensor) is torch.Tensor and is_from_outside(tensor)
-        ctx.is_peoples = is_outside or (ctx.is_made and goes_through_users(tensor))
+        ctx.is_for_others = is_from_outside(tensor, mesh) or (ctx.is_made and _goes_to_others(tensor, mesh))
         return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.is_peoples or (ctx.is_made and made_takes_whole(grad)):
+        if ctx.is_for_others or (ctx.is_made and made_takes_whole(grad)):
             return Gather.apply(grad), None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
             return Share.apply(grad), None
