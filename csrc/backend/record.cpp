@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "core/clock.h"
-
 namespace torchtp::backend {
 
 uint64_t Recorder::call(Operation operation) {
@@ -62,12 +60,16 @@ Operation* Recorder::close(uint64_t number, const std::string& error) {
   return nullptr;
 }
 
-bool Recorder::end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals) {
+bool Recorder::end(uint64_t number, const std::string& error, std::vector<int64_t> arrivals) {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool first = note_error(error);
   Operation* const operation = close(number, error);
   if (operation == nullptr) return first;
   if (!arrivals.empty()) {
+    // What another rank says may be nonsense, and its clock another (a time namespace): nobody comes to a collective
+    // before all have come to the one before.
+    for (int64_t& arrival : arrivals) arrival = std::clamp(arrival, own_arrival_ns_, operation->ended_ns);
+    own_arrival_ns_ = arrivals[identity_.rank];
     const auto last = std::max_element(arrivals.begin(), arrivals.end());
     operation->last_rank = static_cast<int32_t>(last - arrivals.begin());
     operation->waited_ns = *last - arrivals[identity_.rank];

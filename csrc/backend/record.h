@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend/statistics.h"
+#include "core/clock.h"
 
 namespace torchtp::backend {
 
@@ -69,7 +70,7 @@ class Recorder {
   // The same for a collective: its sequence number, which is known now, as callbacks may have called something before.
   uint64_t start_collective(uint64_t number);
   // `arrivals`: when each rank came to it, or empty. Returns whether it is the first that failed.
-  bool end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals);
+  bool end(uint64_t number, const std::string& error, std::vector<int64_t> arrivals);
 
   // The same for a message and for halos, whose partners are few.
   bool end(uint64_t number, const std::string& error, const Meeting& meeting);
@@ -97,6 +98,7 @@ class Recorder {
   const Identity identity_;
   mutable std::mutex mutex_;  // of the members below
   uint64_t next_sequence_ = 0;
+  int64_t own_arrival_ns_ = now_ns();  // at the last collective
   std::array<Ring, kNumKinds> rings_;  // by kind
   std::string error_;
   Statistics statistics_;

@@ -27,7 +27,7 @@ std::string build() {
 }
 
 struct Parts {
-  std::string place;  // pids mean the same to ranks of one place
+  std::string place;  // pids and times of start mean the same to ranks of one place
   pid_t pid = 0;
   uint64_t started_at = 0;
 };
@@ -41,12 +41,14 @@ bool parse(const std::string& process, Parts& parts) {
 
 }  // namespace
 
-// "host:namespace/pid:started".
+// "host:namespaces/pid:started".
 std::string own_process() {
-  struct stat pid_namespace{};
-  stat("/proc/self/ns/pid", &pid_namespace);
+  struct stat of_pids{}, of_time{};
+  stat("/proc/self/ns/pid", &of_pids);
+  stat("/proc/self/ns/time", &of_time);
   const auto self = look_at(getpid());
-  return cat(host_identity(), ":", pid_namespace.st_ino, "/", getpid(), ":", self ? self->started_at : 0);
+  return cat(host_identity(), ":", of_pids.st_ino, ":", of_time.st_ino, "/", getpid(), ":",
+             self ? self->started_at : 0);
 }
 
 std::string introduction() { return build() + " " + own_process(); }

@@ -8,14 +8,23 @@ import torch
 import torch.distributed as dist
 
 from torchtp.horovod.common import check_started
+from torchtp.horovod.launched import tell_as_torchrun, tell_hosts
 
 
 def init(backend: str = "torchtp") -> None:
-    """Join the ranks that torchrun started, alone without it; does nothing where a process group exists."""
+    """Join the ranks that torchrun or MPI started, alone without; does nothing where a process group exists.
+
+    MPI's are told where to meet by MASTER_ADDR and MASTER_PORT: ValueError without.
+    """
     if dist.is_initialized():
         return
+    is_torchruns = "RANK" in os.environ
+    if not is_torchruns:
+        tell_as_torchrun()
     if "RANK" in os.environ:
         dist.init_process_group(backend)
+        if not is_torchruns:
+            tell_hosts()
     else:
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
 

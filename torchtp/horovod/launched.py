@@ -1,0 +1,47 @@
+"""Ranks that MPI has started: where they stand, told as torchrun tells it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+# Rank and size among all, and on the host: of Open MPI; of MPICH, Intel MPI and Slurm's PMI.
+_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def tell_as_torchrun() -> None:
+    """Where MPI has started several ranks, set what torchrun sets, but for the hosts (see `tell_hosts`).
+
+    Raises ValueError where they have not been told a place to meet at.
+    """
+    for names in _VARIABLES:
+        rank, size, local_rank, local_size = (os.environ.get(name) for name in names)
+        if rank is None or size is None or int(size) == 1:
+            continue
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"hvd.init: MPI has started {size} ranks, which meet at MASTER_ADDR and MASTER_PORT, but this one has no "
+                f"{' and no '.join(missing)}: use mpirun -x MASTER_ADDR=<the host of rank 0> -x MASTER_PORT=29500, or torchrun"
+            )
+        told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+        os.environ.update({name: value for name, value in told.items() if value is not None})
+        return
+
+
+def tell_hosts() -> None:
+    """The same for hosts, by what all ranks know of themselves. Collective: every rank calls it."""
+    local_ranks: list[str] = [""] * dist.get_world_size()
+    own = os.environ.get("LOCAL_RANK", "0")
+    dist.all_gather_object(local_ranks, own)
+    os.environ["GROUP_RANK"] = str(_count(local_ranks[: dist.get_rank()], own))
+    os.environ["GROUP_WORLD_SIZE"] = str(_count(local_ranks, "0"))
+
+
+def _count(local_ranks: Iterable[str], own: str) -> int:
+    return sum(each == own for each in local_ranks)
