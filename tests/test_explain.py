@@ -302,3 +302,23 @@ def test_several_images():
 
     told = torchtp.explain(Two(), [(1, 2, 8, 8), (1, 2, 8, 8)], {"w": 2})
     assert told.kept_bytes == 4 * 8 * 4 * 4
+
+
+class CrossedStrip(nn.Module):
+    """As coordinate attention has it: what was pooled over columns meets them as a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        x = self.enter(x)
+        return x * x.mean(3, keepdim=True).transpose(2, 3)
+
+
+def test_a_strip_is_moved_and_the_image_stays_cut():
+    for mesh in ({"h": 4}, {"w": 4}):
+        assert not torchtp.explain(CrossedStrip(), (2, 3, 32, 32), mesh).gathers
+    told = torchtp.explain(CrossedStrip(), (2, 3, 32, 32), {"h": 2, "w": 2})
+    assert {tuple(gather.shape) for gather in told.gathers} == {(2, 8, 1, 32)}
+    assert told.share < 0.3

@@ -37,6 +37,11 @@ def warped_volume(x, flow, reach=(1, 1, 1), **kwargs):
     return F.grid_sample(x, grid + flow.permute(0, 2, 3, 4, 1) * 0.3, **kwargs)
 
 
+def points(num):
+    """A list of places, all over the image."""
+    return torch.rand(2, num, 1, 2, generator=torch.Generator().manual_seed(num)).double() * 2 - 1
+
+
 FLOW = (2, 2, 9, 11)
 VOLUME = (1, 2, 5, 9, 11)
 CASES = {
@@ -54,6 +59,15 @@ CASES = {
     ),
     "zoom": (lambda x: F.grid_sample(x, base(20, 31, 0.4).expand(2, -1, -1, -1), align_corners=True), [IMAGE]),
     "few_samples": (lambda x: F.grid_sample(x, base(1, 1).expand(2, -1, -1, -1), align_corners=False), [IMAGE]),
+    "points": (lambda x: F.grid_sample(x, points(13), align_corners=False).squeeze(3).sin(), [IMAGE]),
+    "moved_points": (
+        lambda x, f: F.grid_sample(x, points(16) + f.tanh().mean((2, 3))[:, None, None], align_corners=True)[..., 0],
+        [IMAGE, FLOW],
+    ),
+    "points_in_a_volume": (
+        lambda x: F.grid_sample(x, torch.cat([points(14), points(14)[..., :1]], 3)[:1, :, None], align_corners=False).flatten(2),
+        [VOLUME],
+    ),
     "constant_image": (lambda f: warped(torch.linspace(-1, 1, 792).double().view(IMAGE).sin(), f), [FLOW]),
     "one_row": (lambda x, f: warped(x[:, :, 4:5], f), [IMAGE, FLOW]),
     "flipped": (lambda x: F.grid_sample(x, -base().expand(2, -1, -1, -1), align_corners=True), [IMAGE]),

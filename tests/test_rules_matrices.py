@@ -37,6 +37,19 @@ def scaled_diagonal(x):
     return matrices.sin()
 
 
+def similar(x):
+    rows = x.flatten(2).transpose(1, 2)
+    return rows @ rows.mT
+
+
+def own_similarity_written(x):
+    similarities = similar(x) * 1
+    similarities.diagonal(dim1=1, dim2=2).fill_(-1.0)
+    similarities[0].diagonal().mul_(3.0)
+    similarities.mT.diagonal(dim1=-1, dim2=-2).add_(1.0)
+    return similarities.sin()
+
+
 CASES = {
     "inverse": lambda x: torch.linalg.inv(regular(x)),
     "solve": lambda x: torch.linalg.solve(regular(x), at_each_place(x)[..., :1]),
@@ -54,6 +67,10 @@ CASES = {
     "trace": lambda x: torch.einsum("bhwii->bhw", at_each_place(x)).sin(),
     "diagonal_of_channels": lambda x: torch.diagonal(x, 1, 0, 1).sin(),
     "diagonal_scatter": lambda x: torch.diagonal_scatter(at_each_place(x), x[:, :3].permute(0, 2, 3, 1), 0, -2, -1).sin(),
+    "own_similarity": lambda x: torch.diagonal(similar(x), 0, 1, 2).sin() * similar(x).log_softmax(2).diagonal(0, 2, 1),
+    "own_similarity_to_some": lambda x: torch.diagonal(x[..., :3].mT, 0, 2, 3).sin() * x[..., :3].diagonal(0, 3, 2).cos(),
+    "beside_the_diagonal": lambda x: torch.diagonal(x, 1, 2, 3).sin() + torch.diagonal(x[..., 1:], -1, 2, 3)[..., :1],
+    "own_similarity_written": own_similarity_written,
     "diag_embed": lambda x: torch.diag_embed(x.permute(0, 2, 3, 1), -1).sin(),
     "triangles_of_the_image": lambda x: x.tril(1).sin() + x.triu(-2) * x.transpose(2, 3).tril().transpose(2, 3),
     "triangles_in_place": lambda x: (x * 1).tril_(1).sin() + (x * 1).triu_(-2),
@@ -64,7 +81,14 @@ CASES = {
     "distances_at_each_place": lambda x: torch.cdist(regular(x), regular(x).cos() + 1).sin(),
 }  # fmt: skip
 # Upstream of them a product of matrices, whose batch is folded into one dim: on two axes it is gathered.
-ON_TWO_AXES = {"exponential", "diagonal_of_channels", "diag_embed", "triangles_of_the_image", "triangles_in_place"}
+ON_TWO_AXES = {
+    "own_similarity",
+    "exponential",
+    "diagonal_of_channels",
+    "diag_embed",
+    "triangles_of_the_image",
+    "triangles_in_place",
+}
 
 
 # PyTorch has no second derivatives of distances between few rows, or of other norms.
@@ -75,7 +99,7 @@ def compare(name, mesh):
     torchtp.dtensor.mark(device_mesh_of(mesh[0]), range(len(mesh[0])))
     torch.manual_seed(0)
     gathers = len(mesh[0]) > 1 and name not in ON_TWO_AXES
-    gathers = (gathers and not name.startswith("distances")) or name.startswith("determinant_of")
+    gathers = (gathers and not name.startswith("distances")) or name.startswith(("determinant_of", "beside"))
     check(CASES[name], mesh, [torch.randn(IMAGE).double()], gathers=gathers, double=name not in ONCE)
 
 

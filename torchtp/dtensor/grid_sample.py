@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import Placements, sums_done
+from torchtp.dtensor.cut import Placements, axes_of, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import recut
 from torchtp.dtensor.own_images import takes_images_cut_twice
@@ -41,16 +42,17 @@ class _Pulled:
     """The window of the input that this rank samples, its own part of the grid in the window's coordinates."""
 
     mesh: DeviceMesh
-    placements: Placements  # of the input, and of the output
+    placements: Placements  # of the input
     grid_placements: Placements
+    output_placements: Placements
     window: Window
     image: torch.Tensor  # what is in it, of the dtype that is computed in
     grid: torch.Tensor
     scale: torch.Tensor  # of the gradient from the window's coordinates to the image's
 
 
-def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements] | None:
-    """The mesh, and how the input and the grid are cut on it; None where they do not fit."""
+def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements, Placements] | None:
+    """The mesh, and how the input, the grid and the output are cut on it; None where they do not fit."""
     lead = input if is_spatial(input) else grid
     if not is_spatial(lead) or input.dtype != grid.dtype:
         return None
@@ -84,7 +86,26 @@ def _meeting(input: Any, grid: Any) -> tuple[DeviceMesh, Placements, Placements]
             )
         ):
             return None
-    return lead.device_mesh, placements, of_grid
+    of_output = _with_rows(placements, (*input.shape[:2], *grid.shape[1:-1]), axes_of(lead.device_mesh).sizes)
+    if of_output != placements:
+        of_grid = tuple(Shard(as_grid.index(p.dim)) if plain_shard(p) else p for p in of_output)
+    return lead.device_mesh, placements, of_grid, of_output
+
+
+def _with_rows(placements: Placements, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Placements:
+    """Another dim of the grid cut where it has no rows for all ranks: of a list of points, [N, C, points, 1], these, by several axes too."""
+    held = {placement.dim for placement in placements if plain_shard(placement)}
+    wanted = list(placements)
+    for axis, placement in enumerate(placements):
+        if not plain_shard(placement) or placement.dim < 2 or shape[placement.dim] >= sizes[axis]:
+            continue
+        free = [dim for dim in range(2, len(shape)) if dim not in held and shape[dim] >= sizes[axis]]
+        free = free or [dim for dim in range(2, len(shape)) if shape[dim] >= math.prod(sizes)]
+        if free:
+            dim = max(free, key=lambda dim: shape[dim])
+            wanted[axis] = Shard(dim)
+            held.add(dim)
+    return tuple(wanted)
 
 
 def _pixels(along: torch.Tensor, extent: int, align_corners: bool, fused: bool) -> torch.Tensor:
@@ -121,7 +142,7 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
     meeting = _meeting(input, grid)
     if meeting is None:
         return None
-    mesh, placements, grid_placements = meeting
+    mesh, placements, grid_placements, output_placements = meeting
     window = Window(local_as(input, mesh, placements), mesh, placements, input.shape)
     own = local_as(grid, mesh, grid_placements)
     dtype = wide(input.dtype)
@@ -141,7 +162,8 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
         scales.append((extent - 1 if align_corners else extent) / size)
     moved = torch.stack(columns[::-1], -1)
     scale = moved.new_tensor(scales[::-1])
-    return _Pulled(mesh, placements, grid_placements, window, window.local.to(dtype), moved, scale)
+    image = window.local.to(dtype)
+    return _Pulled(mesh, placements, grid_placements, output_placements, window, image, moved, scale)
 
 
 @spatial_rule("grid_sampler_2d", "grid_sampler_3d")
@@ -181,7 +203,7 @@ def _sampled(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     sample = aten.grid_sampler_2d if input.dim() == 4 else aten.grid_sampler_3d
     local = sample(pulled.image, pulled.grid, mode, padding, False)
     shape = torch.Size([*input.shape[:2], *grid.shape[1:-1]])
-    return wrap(local.to(input.dtype), pulled.mesh, pulled.placements, shape)
+    return wrap(local.to(input.dtype), pulled.mesh, pulled.output_placements, shape)
 
 
 def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
@@ -189,7 +211,7 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     pulled = _window_of(input, grid, mode, padding, align_corners)
     if pulled is None:
         return unruled(op, args, kwargs)
-    local = local_as(grad, pulled.mesh, pulled.placements).to(pulled.image.dtype)
+    local = local_as(grad, pulled.mesh, pulled.output_placements).to(pulled.image.dtype)
     derive = aten.grid_sampler_2d_backward if input.dim() == 4 else aten.grid_sampler_3d_backward
     of_window, of_grid = derive(local, pulled.image, pulled.grid, mode, padding, False, [wanted[0], True])
     of_input = None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import dim_of, full_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, full_of, interval, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import chunk_of, recut_tensor
+from torchtp.dtensor.nesting import takes_nested_if
 from torchtp.dtensor.registry import bound, spatial_rule, words
 from torchtp.dtensor.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.upstream import DTensor, Op, Replicate, Shard, local_of, plain_shard
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, local_of, plain_shard
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -95,19 +97,47 @@ def _placed(placements: Any, places: list[int | None]) -> Any:
     return tuple(Shard(places.index(p.dim)) if plain_shard(p) else p for p in placements)
 
 
+def _cut_side(placements: Placements, offset: int, dims: list[int], shape: Sequence[int]) -> int | None:
+    """Which of a diagonal's two dims is cut: 0, 1, or -1 for none. None where ranks do not hold the parts of the diagonal that go with their rows."""
+    cut = [side for side, dim in enumerate(dims) if axes_cutting(placements, {dim})]
+    if not cut:
+        return -1
+    (side, *more), extents = cut, [shape[dim] for dim in dims]
+    return None if more or offset != 0 or extents[side] > extents[1 - side] else side
+
+
+def _lies_with_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+    tensor, offset, *of_matrix = bound(op, args, kwargs)
+    of_matrix = [dim_of(dim, tensor.dim()) for dim in of_matrix]
+    return _cut_side(tensor.placements, offset, of_matrix, tensor.shape) is not None
+
+
 @spatial_rule("diagonal")
+@takes_nested_if(_lies_with_rows)
 def diagonal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, offset, *dims = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     dims = [dim_of(dim, tensor.dim()) for dim in dims]
-    if any(axis_cutting(tensor.placements, dim) is not None for dim in dims):
+    mesh, placements = tensor.device_mesh, tensor.placements
+    side = _cut_side(placements, offset, dims, tensor.shape)
+    if side is None:
         return unruled(op, args, kwargs)
-    part = op(local_of(tensor), offset, *dims)
+    part = op(local_of(tensor), _own_offset(mesh, placements, offset, dims, side, tensor.shape), *dims)
     left = [dim for dim in range(tensor.dim()) if dim not in dims]
-    shape = torch.Size([*(tensor.size(dim) for dim in left), part.size(-1)])
+    shape = torch.Size([*(tensor.size(dim) for dim in left), tensor.size(dims[side]) if side >= 0 else part.size(-1)])
     stride = (*(tensor.stride(dim) for dim in left), sum(tensor.stride(dim) for dim in dims))
-    return wrap(part, tensor.device_mesh, _placed(tensor.placements, [*left, None]), shape, stride)
+    return wrap(part, mesh, _placed(placements, [*left, dims[side] if side >= 0 else None]), shape, stride)
+
+
+def _own_offset(
+    mesh: DeviceMesh, placements: Placements, offset: int, dims: list[int], side: int, shape: Sequence[int]
+) -> int:
+    """Of the diagonal in this rank's rows or columns."""
+    if side < 0:
+        return offset
+    begin, _ = interval(mesh, placements, dims[side], shape[dims[side]])
+    return begin if side == 0 else -begin
 
 
 @spatial_rule("diagonal_scatter")
@@ -128,12 +158,37 @@ def diag_embed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _embedded(tensor, offset, [dim % (tensor.dim() + 1) for dim in dims], None)
 
 
+def _goes_with_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+    grad, sizes, offset, *of_matrix = bound(op, args, kwargs)
+    return dims != {grad.dim() - 1} or _rows_of(sizes, offset, [dim % len(sizes) for dim in of_matrix]) is not None
+
+
+def _rows_of(sizes: Sequence[int], offset: int, dims: list[int]) -> int | None:
+    """The dim of a matrix that a cut diagonal is cut along; None where there is none as long as it."""
+    extents = [sizes[dim] for dim in dims]
+    return None if offset != 0 else dims[extents.index(min(extents))]
+
+
 @spatial_rule("diagonal_backward")
+@takes_nested_if(_goes_with_rows)
 def diagonal_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, sizes, offset, *dims = bound(op, args, kwargs)
-    if not taken(grad) or axis_cutting(grad.placements, grad.dim() - 1) is not None:
+    if not taken(grad):
         return unruled(op, args, kwargs)
-    return _embedded(grad, offset, [dim % len(sizes) for dim in dims], sizes)
+    dims = [dim % len(sizes) for dim in dims]
+    if not axes_cutting(grad.placements, {grad.dim() - 1}):
+        return _embedded(grad, offset, dims, sizes)
+    rows = _rows_of(sizes, offset, dims)
+    if rows is None:
+        return unruled(op, args, kwargs)
+    local, mesh, placements = summed(grad)
+    others = iter(range(grad.dim() - 1))
+    places = [grad.dim() - 1 if dim == rows else None if dim in dims else next(others) for dim in range(len(sizes))]
+    placed = _placed(placements, places)
+    result = local.new_zeros([sizes[dim] if place is None else local.size(place) for dim, place in enumerate(places)])
+    own = _own_offset(mesh, placed, offset, dims, dims.index(rows), sizes)
+    result.diagonal(own, *dims).copy_(local)
+    return wrap(result, mesh, placed, torch.Size(sizes))
 
 
 def _embedded(tensor: DTensor, offset: int, dims: list[int], sizes: Any) -> DTensor:

@@ -168,8 +168,13 @@ def common_placements(
 def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
     """The cut that needs the least: one axis for a dim, or several as one of the tensors has them where else an axis cuts nothing."""
     common = _one_for_a_dim(tensors, shape, mesh)
-    if not any(isinstance(placement, Replicate) for placement in common):
+    if Replicate() not in common:
         return common
+    first = _one_for_a_dim(
+        tensors, shape, mesh, minds_rows=False
+    )  # others are moved, not the largest: an axis has its dim again
+    if first.count(Replicate()) < common.count(Replicate()):
+        return first
     for tensor in filter(is_nested, tensors):
         assert isinstance(tensor, DTensor)
         more = len(shape) - tensor.dim()
@@ -179,8 +184,10 @@ def _common(op: Op, tensors: list[torch.Tensor], shape: torch.Size, mesh: Device
     return common
 
 
-def _one_for_a_dim(tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh) -> Placements:
-    """For each mesh axis the cut of the first tensor that is cut over it; of one along which the others need no gather, if there is."""
+def _one_for_a_dim(
+    tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceMesh, minds_rows: bool = True
+) -> Placements:
+    """For each mesh axis the cut of the first tensor that is cut over it; if it `minds_rows`, of one along which the others need no gather."""
     common = []
     taken: set[int] = set()
     for axis in range(mesh.ndim):
@@ -200,7 +207,8 @@ def _one_for_a_dim(tensors: list[torch.Tensor], shape: torch.Size, mesh: DeviceM
             elif tensor.size(placement.dim) == shape[dim] and dim not in taken and dim not in choices:
                 choices.append(dim)
         if choices:
-            dim = next((dim for dim in choices if not _some_lack(tensors, axis, dim - len(shape))), choices[0])
+            fit = (dim for dim in choices if not (minds_rows and _some_lack(tensors, axis, dim - len(shape))))
+            dim = next(fit, choices[0])
             chosen = Shard(dim)
             taken.add(dim)
         common.append(chosen)
