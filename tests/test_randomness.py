@@ -46,6 +46,14 @@ class Masks(nn.Module):
         places = x.flatten(2)  # merged dims and what becomes of them lie in memory as one device's
         x = F.dropout(torch.bmm(places @ places.mT, places).view(x.shape), 0.3)
         x = x + 0.1 * torch.rand_like(x) + 0.1 * torch.randn_like(x)
+        x = x + torch.bernoulli(x.sigmoid()) + torch.normal(x.sin().mean((0, 2, 3), keepdim=True).expand_as(x), 0.1)
+        spread = places.sigmoid()
+        drawn = (
+            torch.normal(0.0, spread)
+            + torch.normal(places, 0.1)
+            + torch.normal(places.detach().mT, spread.detach().mT).mT
+        )
+        x = x + 0.1 * drawn.view(x.shape)
         return x * torch.rand(x.shape[0], 1, 1, 1, dtype=x.dtype)
 
     def forward(self, x):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import cut_locally, full_of
+from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.spatial import is_marked, is_spatial
@@ -38,6 +39,29 @@ def draw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local.copy_(drawn)
         return tensor
     return wrap(drawn.clone(), spec.mesh, spec.placements, tensor.shape)
+
+
+@spatial_rule("bernoulli.default", "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor")
+@takes_nested
+def draw_around(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Probabilities, means and deviations of other ranks decide about other elements, not about how many numbers are drawn."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    cut = [tensor for tensor in tensors if isinstance(tensor, DTensor) and is_spatial(tensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    if not cut or not all(map(_is_ours, cut)) or {(t.placements, t.shape) for t in cut} != {(cut[0].placements, shape)}:
+        return unruled(op, args, kwargs)
+    spec = spec_of(cut[0])
+    given = [_in_its_place(arg) if isinstance(arg, DTensor) and is_spatial(arg) else arg for arg in args]
+    given = [full_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in given]
+    drawn = op(*given, **kwargs)
+    return wrap(cut_locally(drawn, spec.mesh, spec.placements).clone(), spec.mesh, spec.placements, shape)
+
+
+def _in_its_place(tensor: DTensor) -> torch.Tensor:
+    """A whole tensor of halves, but for the own part."""
+    whole = _whole(tensor).fill_(0.5)
+    cut_locally(whole, tensor.device_mesh, tensor.placements).copy_(local_of(tensor))
+    return whole
 
 
 @spatial_rule("native_dropout")
