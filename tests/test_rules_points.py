@@ -113,6 +113,12 @@ def masked_by_token(x, token):
     return y.cos()
 
 
+def reduced(x, table, how, **kwargs):
+    """The last row of the table gets nothing."""
+    index = (numbers(99, below=6) % 6).expand(2, 4, 99)
+    return table.scatter_reduce(2, index, x.flatten(2).cos(), how, **kwargs).sin()
+
+
 ADDED = {  # rows of a cut image to a whole table: the shape of the table, and what is made of both
     "index_add": ((2, 2, 4, 11), lambda x, table: table.sin().index_add(0, ROWS[:9] % 2, x.movedim(2, 0).cos(), alpha=2).sin()),
     "index_add of pixels": ((2, 4, 7), lambda x, table: table.index_add(2, numbers(99, below=7) % 7, x.flatten(2).cos()).sin()),
@@ -120,6 +126,9 @@ ADDED = {  # rows of a cut image to a whole table: the shape of the table, and w
     "in place": ((2, 4, 7), lambda x, table: x.sum() * torch.zeros(2, 4, 7).double().index_add_(2, numbers(99, below=7) % 7, x.flatten(2).cos()).sin() * table),
     "by cut numbers": ((6, 4), lambda x, table: table.index_add(0, (x[0, 0] * 3).long().remainder(6).flatten(), x[1].flatten(1).t().cos()).sin()),
     "scatter_add": ((2, 4, 7), lambda x, table: table.scatter_add(2, (numbers(99, below=7) % 7).expand(2, 4, 99), x.flatten(2).cos()).sin()),
+    "mean": ((2, 4, 7), lambda x, table: reduced(x, table, "mean")),
+    "mean of some": ((2, 4, 7), lambda x, table: reduced(x, table, "mean", include_self=False)),
+    "sum of some": ((2, 4, 7), lambda x, table: reduced(x, table, "sum", include_self=False)),
 }  # fmt: skip
 PALETTE = torch.linspace(-1, 1, 20).double().view(4, 5)
 

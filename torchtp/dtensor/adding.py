@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.counting import extremes
-from torchtp.dtensor.cut import axes_cutting
-from torchtp.dtensor.fallback import is_short_list
+from torchtp.dtensor.cut import axes_cutting, dim_of
+from torchtp.dtensor.fallback import is_short_list, unruled
 from torchtp.dtensor.moving import all_reduced, recut_tensor
+from torchtp.dtensor.nesting import takes_nested_if
 from torchtp.dtensor.reduction import wide
+from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import summed, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_replicated
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Replicate, Shard, local_of, plain_shard
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, local_of, plain_shard
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -70,25 +72,54 @@ def added_up(tensor: Any, indices: Any, values: Any, in_place: bool, from_end: b
 
 
 def scattered_up(table: Any, dim: int, index: Any, source: Any, in_place: bool) -> Any | None:
-    """The same of `scatter_add`, for what is cut along `dim` alone."""
+    """The same of `scatter_add`."""
     if not is_replicated(table) or not taken(source) or index.shape != source.shape or source.dtype != table.dtype:
         return None
     if index.dim() != table.dim() or any(index.size(d) > table.size(d) for d in range(index.dim()) if d != dim):
         return None
     local, mesh, placements = summed(source)
-    if any(plain_shard(p) and p.dim != dim for p in placements):
+    axes = axes_cutting(placements, [dim])
+    if not axes or any(plain_shard(p) and p.dim != dim and source.size(p.dim) != table.size(p.dim) for p in placements):
         return None
-    numbers, whole = local_as(index, mesh, placements), (Replicate(),) * mesh.ndim
-    axes = axes_cutting(placements)
+    numbers = local_as(index, mesh, placements)
     _check_within(numbers, 0, table.size(dim), dim, mesh, axes)
-    sums = local.new_zeros(table.shape, dtype=wide(local.dtype))
+    kept = tuple(Replicate() if axis in axes or not plain_shard(p) else p for axis, p in enumerate(placements))
+    own = local_as(table, mesh, kept)
+    sums = own.new_zeros(own.shape, dtype=wide(local.dtype))
     aten.scatter_add_(sums, dim, numbers, local.to(sums.dtype))
     total = all_reduced(sums, mesh, axes).to(local.dtype)
     if in_place:
-        (local_of(table) if isinstance(table, DTensor) else table).add_(total)
+        whole = local_as(wrap(total, mesh, kept, table.shape), mesh, (Replicate(),) * mesh.ndim)
+        (local_of(table) if isinstance(table, DTensor) else table).add_(whole)
         return table
-    result = wrap(local_as(table, mesh, whole) + total, mesh, whole, table.shape)
+    result = wrap(own + total, mesh, kept, table.shape)
     return result if is_short_list(result) or table.size(dim) == 1 else recut_tensor(result, placements)
+
+
+def _takes_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+    table, dim, _, source, how, _ = bound(op, args, kwargs)
+    return how in ("sum", "mean") and is_replicated(table) and dims == {dim_of(dim, source.dim())}
+
+
+@spatial_rule("scatter_reduce.two")
+@takes_nested_if(_takes_rows)
+def scatter_reduce(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sums and means of cut rows in a table that is whole."""
+    table, dim, index, source, how, takes_table = bound(op, args, kwargs)
+    if how not in ("sum", "mean") or not table.is_floating_point() or not is_replicated(table):
+        return unruled(op, args, kwargs)
+    dim, before = dim_of(dim, table.dim()), table if takes_table else aten.zeros_like(table)
+    total = scattered_up(before, dim, index, source, False)
+    if total is None:
+        return unruled(op, args, kwargs)
+    if how == "sum" and takes_table:
+        return total
+    dtype = wide(table.dtype)
+    at_first = torch.full(table.shape, float(takes_table), dtype=dtype, device=table.device)
+    counts = scattered_up(at_first, dim, index, aten.ones_like(source, dtype=dtype), False)
+    if how == "mean":
+        total = aten.div(total, aten.clamp(counts, min=1)).to(table.dtype)
+    return total if takes_table else aten.where(aten.gt(counts, 0), total, table)
 
 
 def _check_within(numbers: torch.Tensor, least: int, extent: int, dim: int, mesh: DeviceMesh, axes: list[int]) -> None:
