@@ -171,3 +171,26 @@ def test_parameters_of_a_loss_have_gradients_not_contributions(cls, axes):
 
 def test_a_loss_with_a_reducer_of_its_own():
     run_ranks(_learn_a_loss, 2, Behind, AXES[0], True)
+
+
+def _goes_on_alone():
+    """What has met cut tensors trains on one rank, which no other would answer; then on all again."""
+    layout, losses = make_layout({"w": 2}), []
+    torch.manual_seed(1)
+    for parallel in (False, True):
+        torch.manual_seed(2)
+        model = Behind(Loss().double()).double()
+        if parallel:
+            torchtp.parallelize(model.body, layout)
+        told = _trained(model)
+        if not parallel or layout.spatial_group.rank() == 0:
+            model.loss.zero_grad()
+            model.loss(torch.linspace(-1, 1, 2 * 2 * 13 * 17).double().view(2, 2, 13, 17)).backward()
+            told += [one.grad.clone() for one in model.loss.parameters()]
+        losses.append([*told[:9], *_trained(model), *told[9:]])
+    for mine, reference in zip(losses[1], losses[0], strict=False):
+        torch.testing.assert_close(mine, reference, rtol=1e-8, atol=1e-10)
+
+
+def test_a_loss_may_be_trained_by_one_rank_alone():
+    run_ranks(_goes_on_alone, 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.upstream import DeviceMesh
 
 _state = threading.local()
+_backwards: deque[int] = deque(maxlen=256)  # graph tasks in which cut tensors took part: one may run inside another
 _averaged: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[object]]] = {}  # by id
 
 
@@ -31,6 +33,18 @@ def looking_out() -> Iterator[None]:
         yield
     finally:
         _state.began = before
+
+
+def note_backward() -> None:
+    """Call where a derivative of cut tensors is computed."""
+    task = torch._C._current_graph_task_id()
+    if task != -1 and (not _backwards or _backwards[-1] != task):
+        _backwards.append(task)
+
+
+def is_cut_backward() -> bool:
+    """Whether cut tensors have taken part in the backward that runs on this thread: then all ranks of an image run it."""
+    return torch._C._current_graph_task_id() in _backwards
 
 
 def are_averaged(parameters: Iterable[torch.Tensor], by: object) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.nesting import guarded, guarded_composite
-from torchtp.dtensor.outside import is_averaged
+from torchtp.dtensor.outside import is_averaged, note_backward
 from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import average_for_others, hand_out
 from torchtp.dtensor.sums import holds_sum, link_views, write_into_sum
@@ -106,6 +106,7 @@ def install(name: str, handler: Handler) -> None:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
         kwargs = kwargs or {}
+        note_backward()
         _mind_others(args)
         outer, called.now = called.now, (op, args, kwargs)
         try:
@@ -119,6 +120,7 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
+        note_backward()
         _mind_others(args)
         if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
             for leaf in pytree.tree_leaves((args, kwargs)):

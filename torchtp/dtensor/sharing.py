@@ -10,7 +10,7 @@ from torch import nn
 from torchtp import _C
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, interval
 from torchtp.dtensor.moving import recut
-from torchtp.dtensor.outside import is_from_outside
+from torchtp.dtensor.outside import is_cut_backward, is_from_outside
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -78,7 +78,8 @@ def average_for_others(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     before = dict(hooks or {})
     if hooks is not None:
         hooks.clear()
-    tensor.register_hook(lambda grad: whole_gradient(grad, mesh))
+    # A leaf may later be used by one rank alone, which nobody would answer.
+    tensor.register_hook(lambda grad: whole_gradient(grad, mesh) if is_cut_backward() else grad)
     if hooks is not None:
         hooks.update(before)  # run as they stand here: what users have hooked sees what ours makes
 
