@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+import test_backend_callbacks as callbacks
 import test_backend_collectives as moves
 import test_backend_overlap as overlap
 import test_exchange
@@ -185,7 +186,12 @@ MOVES = [
     moves._send_beside_collectives,
     moves._futures_of_messages,
     moves._order,
-    moves._futures,
+]
+CALLBACKS = [
+    (callbacks._tensors,),
+    (callbacks._callbacks_that_wait,),
+    (callbacks._same_order, callbacks._attached_to_some),
+    (callbacks._power_sgd_of_several_buckets,),
 ]
 
 
@@ -197,6 +203,11 @@ def _with_fewer_sizes(call):
 @pytest.mark.parametrize("call", MOVES, ids=lambda call: call.__name__.strip("_"))
 def test_bytes_arrive_over_hosts(hosts, call):
     hosts.run(_with_fewer_sizes, call)
+
+
+@pytest.mark.parametrize("call", CALLBACKS, ids=lambda call: call[-1].__name__.strip("_"))
+def test_callbacks_over_hosts(pairs, call):
+    pairs.run(*call)
 
 
 def _exchange(largest, steps):
