@@ -58,12 +58,12 @@ def _first_or_last(program):
     """Rank 0 runs the program when the others have: its callbacks run where they are attached, theirs on the worker."""
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     if dist.get_rank() == 0:
-        store.wait([f"called {rank}" for rank in range(1, size)])
+        store.wait([f"{program.__name__} {rank}" for rank in range(1, size)])
         return program(lambda work: work.wait())
     try:
         return program(lambda work: None)
     finally:
-        store.set(f"called {dist.get_rank()}", "")
+        store.set(f"{program.__name__} {dist.get_rank()}", "")
 
 
 def _reduced(numel):
@@ -105,17 +105,14 @@ def _attached_when_all_are_called(wait):
 
 
 def _attached_to_some(wait):
-    """With calls between that nobody attaches to, and one of the coalesced kind."""
+    """With calls between that nobody attaches to."""
     seen, futures = [], []
     for numel in range(10, 60, 10):
         work = _reduced(numel)
         wait(work)
-        between = [_reduced(numel + 5)]
+        before = _reduced(numel + 5)
         futures.append(_then_call(work, numel, seen))
-        with dist._coalescing_manager(async_ops=True) as pair:
-            dist.all_reduce(torch.ones(numel + 6))
-            dist.all_reduce(torch.ones(numel + 7))
-        for later in (*between, pair):
+        for later in (before, dist.broadcast(torch.ones(numel + 6), 0, async_op=True), dist.barrier(async_op=True)):
             wait(later)
     return seen, futures
 

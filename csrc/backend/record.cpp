@@ -60,16 +60,20 @@ Operation* Recorder::close(uint64_t number, const std::string& error) {
   return nullptr;
 }
 
-bool Recorder::end(uint64_t number, const std::string& error, std::vector<int64_t> arrivals) {
+// What another rank says may be nonsense, or its clock another one, in a time namespace.
+bool Recorder::can_be(const std::vector<int64_t>& arrivals, int64_t until_ns) const {
+  constexpr int64_t kBeforehand =
+      60'000'000'000;  // a minute: others may come while this rank is still making the group
+  const auto [first, last] = std::minmax_element(arrivals.begin(), arrivals.end());
+  return *first >= made_ns_ - kBeforehand && *last <= until_ns;
+}
+
+bool Recorder::end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals) {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool first = note_error(error);
   Operation* const operation = close(number, error);
   if (operation == nullptr) return first;
-  if (!arrivals.empty()) {
-    // What another rank says may be nonsense, and its clock another (a time namespace): nobody comes to a collective
-    // before all have come to the one before.
-    for (int64_t& arrival : arrivals) arrival = std::clamp(arrival, own_arrival_ns_, operation->ended_ns);
-    own_arrival_ns_ = arrivals[identity_.rank];
+  if (!arrivals.empty() && can_be(arrivals, operation->ended_ns)) {
     const auto last = std::max_element(arrivals.begin(), arrivals.end());
     operation->last_rank = static_cast<int32_t>(last - arrivals.begin());
     operation->waited_ns = *last - arrivals[identity_.rank];

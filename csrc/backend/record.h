@@ -70,7 +70,7 @@ class Recorder {
   // The same for a collective: its sequence number, which is known now, as callbacks may have called something before.
   uint64_t start_collective(uint64_t number);
   // `arrivals`: when each rank came to it, or empty. Returns whether it is the first that failed.
-  bool end(uint64_t number, const std::string& error, std::vector<int64_t> arrivals);
+  bool end(uint64_t number, const std::string& error, const std::vector<int64_t>& arrivals);
 
   // The same for a message and for halos, whose partners are few.
   bool end(uint64_t number, const std::string& error, const Meeting& meeting);
@@ -92,13 +92,14 @@ class Recorder {
   Operation* begin(uint64_t number);  // as find()
   Operation* find(uint64_t number);   // nullptr when it has been overwritten
   bool note_error(const std::string& error);
+  bool can_be(const std::vector<int64_t>& arrivals, int64_t until_ns) const;
   // Nullptr where there is nothing more to say of it.
   Operation* close(uint64_t number, const std::string& error);
 
   const Identity identity_;
+  const int64_t made_ns_ = now_ns();
   mutable std::mutex mutex_;  // of the members below
   uint64_t next_sequence_ = 0;
-  int64_t own_arrival_ns_ = now_ns();  // at the last collective
   std::array<Ring, kNumKinds> rings_;  // by kind
   std::string error_;
   Statistics statistics_;
