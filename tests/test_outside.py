@@ -155,9 +155,8 @@ def _learn_a_loss(cls, axes, reduced):
     model, layout = copy.deepcopy(single), make_layout(axes)
     torchtp.parallelize(model if cls is Hidden else model.body, layout)
     reducer = torchtp.gradients.GradientReducer(_loss_of(model), layout.gradient_group) if reduced else None
-    run = (
-        _trained if reducer else _steps
-    )  # gradients that are taken, not accumulated, are for a reducer's user to average
+    # Gradients that are taken, not accumulated, are for a reducer's user to average.
+    run = _trained if reducer else _steps
     told, expected = run(model), run(single)
     torch.testing.assert_close(told, expected, rtol=1e-8, atol=1e-10)
     assert_same_gradients(model, single)

@@ -60,10 +60,10 @@ Operation* Recorder::close(uint64_t number, const std::string& error) {
   return nullptr;
 }
 
-// What another rank says may be nonsense, or its clock another one, in a time namespace.
+// What another rank says may be nonsense, or its clock another one, in a time namespace. Others may come up to a minute
+// before this rank has made the group.
 bool Recorder::can_be(const std::vector<int64_t>& arrivals, int64_t until_ns) const {
-  constexpr int64_t kBeforehand =
-      60'000'000'000;  // a minute: others may come while this rank is still making the group
+  constexpr int64_t kBeforehand = 60'000'000'000;
   const auto [first, last] = std::minmax_element(arrivals.begin(), arrivals.end());
   return *first >= made_ns_ - kBeforehand && *last <= until_ns;
 }

@@ -24,8 +24,8 @@ bool Runner::submit(std::function<void()> task) {
 }
 
 void Runner::run(const std::function<void()>& task, const std::function<void()>& look) {
-  // A callback of an asynchronous task, still on the worker: waiting for that task to end would be waiting for oneself.
   std::unique_lock<std::mutex> lock(state_->mutex);
+  // A callback of an asynchronous task, still on the worker: waiting for that task to end would be waiting for oneself.
   if (state_->is_own()) {
     while (run_next(*state_, lock, state_->place_of_callbacks.value_or(kLastPlace))) {
     }

@@ -60,9 +60,7 @@ def added_up(tensor: Any, indices: Any, values: Any, in_place: bool, from_end: b
     )
     total = wrap(all_reduced(sums, mesh, axes).to(local.dtype), mesh, kept, tensor.shape)
     if in_place:
-        whole = local_as(total, mesh, (Replicate(),) * mesh.ndim)
-        (local_of(tensor) if isinstance(tensor, DTensor) else tensor).add_(whole)
-        return tensor
+        return _add_to(tensor, total)
     table = wrap(local_as(tensor, mesh, kept) + local_of(total), mesh, kept, tensor.shape)
     if is_short_list(table):
         return recut_tensor(table, (Replicate(),) * mesh.ndim)
@@ -89,11 +87,17 @@ def scattered_up(table: Any, dim: int, index: Any, source: Any, in_place: bool) 
     aten.scatter_add_(sums, dim, numbers, local.to(sums.dtype))
     total = all_reduced(sums, mesh, axes).to(local.dtype)
     if in_place:
-        whole = local_as(wrap(total, mesh, kept, table.shape), mesh, (Replicate(),) * mesh.ndim)
-        (local_of(table) if isinstance(table, DTensor) else table).add_(whole)
-        return table
+        return _add_to(table, wrap(total, mesh, kept, table.shape))
     result = wrap(own + total, mesh, kept, table.shape)
     return result if is_short_list(result) or table.size(dim) == 1 else recut_tensor(result, placements)
+
+
+def _add_to(table: torch.Tensor, total: DTensor) -> torch.Tensor:
+    """In place, to what every rank holds."""
+    mesh = total.device_mesh
+    whole = local_as(total, mesh, (Replicate(),) * mesh.ndim)
+    (local_of(table) if isinstance(table, DTensor) else table).add_(whole)
+    return table
 
 
 def _takes_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:

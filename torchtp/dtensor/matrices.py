@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, full_of, interval, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
-from torchtp.dtensor.moving import chunk_of, recut_tensor
+from torchtp.dtensor.moving import recut_tensor
 from torchtp.dtensor.nesting import takes_nested_if
 from torchtp.dtensor.registry import bound, spatial_rule, words
 from torchtp.dtensor.shape import axis_cutting, summed, taken
@@ -84,11 +84,8 @@ def triangle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, mesh, placements = summed(tensor)
     if op._schema.is_mutable and local is not local_of(tensor):  # a sum is not written into summand by summand
         return unruled(op, args, kwargs)
-    for dim, sign in ((tensor.dim() - 2, 1), (tensor.dim() - 1, -1)):
-        axis = axis_cutting(placements, dim)
-        if axis is not None:
-            diagonal += sign * chunk_of(mesh, axis, tensor.size(dim))[0]
-    result = op(local, diagonal)
+    matrix = (tensor.dim() - 2, tensor.dim() - 1)
+    result = op(local, _own_offset(mesh, placements, diagonal, matrix, tensor.shape))
     return tensor if op._schema.is_mutable else wrap(result, mesh, placements, tensor.shape)
 
 
@@ -97,47 +94,42 @@ def _placed(placements: Any, places: list[int | None]) -> Any:
     return tuple(Shard(places.index(p.dim)) if plain_shard(p) else p for p in placements)
 
 
-def _cut_side(placements: Placements, offset: int, dims: list[int], shape: Sequence[int]) -> int | None:
-    """Which of a diagonal's two dims is cut: 0, 1, or -1 for none. None where ranks do not hold the parts of the diagonal that go with their rows."""
-    cut = [side for side, dim in enumerate(dims) if axes_cutting(placements, {dim})]
-    if not cut:
-        return -1
-    (side, *more), extents = cut, [shape[dim] for dim in dims]
-    return None if more or offset != 0 or extents[side] > extents[1 - side] else side
+def _own_offset(
+    mesh: DeviceMesh, placements: Placements, offset: int, dims: Sequence[int], shape: Sequence[int]
+) -> int:
+    """Where a diagonal of the two dims, rows and columns, lies in this rank's part."""
+    row, column = (interval(mesh, placements, dim, shape[dim])[0] for dim in dims)
+    return offset + row - column
 
 
-def _lies_with_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+def _goes_with_part(placements: Placements, offset: int, dims: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether ranks hold parts of a diagonal that go with their rows or columns: it is the main one where one is cut, the shorter."""
+    cut = [dim for dim in dims if axes_cutting(placements, {dim})]
+    return not cut or (len(cut) == 1 and offset == 0 and shape[cut[0]] == min(shape[dim] for dim in dims))
+
+
+def _is_held(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
     tensor, offset, *of_matrix = bound(op, args, kwargs)
     of_matrix = [dim_of(dim, tensor.dim()) for dim in of_matrix]
-    return _cut_side(tensor.placements, offset, of_matrix, tensor.shape) is not None
+    return _goes_with_part(tensor.placements, offset, of_matrix, tensor.shape)
 
 
 @spatial_rule("diagonal")
-@takes_nested_if(_lies_with_rows)
+@takes_nested_if(_is_held)
 def diagonal(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, offset, *dims = bound(op, args, kwargs)
     if not taken(tensor):
         return unruled(op, args, kwargs)
     dims = [dim_of(dim, tensor.dim()) for dim in dims]
     mesh, placements = tensor.device_mesh, tensor.placements
-    side = _cut_side(placements, offset, dims, tensor.shape)
-    if side is None:
+    if not _goes_with_part(placements, offset, dims, tensor.shape):
         return unruled(op, args, kwargs)
-    part = op(local_of(tensor), _own_offset(mesh, placements, offset, dims, side, tensor.shape), *dims)
+    cut = next((dim for dim in dims if axes_cutting(placements, {dim})), None)
+    part = op(local_of(tensor), _own_offset(mesh, placements, offset, dims, tensor.shape), *dims)
     left = [dim for dim in range(tensor.dim()) if dim not in dims]
-    shape = torch.Size([*(tensor.size(dim) for dim in left), tensor.size(dims[side]) if side >= 0 else part.size(-1)])
+    shape = torch.Size([*(tensor.size(dim) for dim in left), part.size(-1) if cut is None else tensor.size(cut)])
     stride = (*(tensor.stride(dim) for dim in left), sum(tensor.stride(dim) for dim in dims))
-    return wrap(part, mesh, _placed(placements, [*left, dims[side] if side >= 0 else None]), shape, stride)
-
-
-def _own_offset(
-    mesh: DeviceMesh, placements: Placements, offset: int, dims: list[int], side: int, shape: Sequence[int]
-) -> int:
-    """Of the diagonal in this rank's rows or columns."""
-    if side < 0:
-        return offset
-    begin, _ = interval(mesh, placements, dims[side], shape[dims[side]])
-    return begin if side == 0 else -begin
+    return wrap(part, mesh, _placed(placements, [*left, cut]), shape, stride)
 
 
 @spatial_rule("diagonal_scatter")
@@ -158,19 +150,13 @@ def diag_embed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _embedded(tensor, offset, [dim % (tensor.dim() + 1) for dim in dims], None)
 
 
-def _goes_with_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
-    grad, sizes, offset, *of_matrix = bound(op, args, kwargs)
-    return dims != {grad.dim() - 1} or _rows_of(sizes, offset, [dim % len(sizes) for dim in of_matrix]) is not None
-
-
-def _rows_of(sizes: Sequence[int], offset: int, dims: list[int]) -> int | None:
-    """The dim of a matrix that a cut diagonal is cut along; None where there is none as long as it."""
-    extents = [sizes[dim] for dim in dims]
-    return None if offset != 0 else dims[extents.index(min(extents))]
+def _has_rows(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], dims: set[int]) -> bool:
+    grad, _, offset, *_ = bound(op, args, kwargs)
+    return dims != {grad.dim() - 1} or offset == 0
 
 
 @spatial_rule("diagonal_backward")
-@takes_nested_if(_goes_with_rows)
+@takes_nested_if(_has_rows)
 def diagonal_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, sizes, offset, *dims = bound(op, args, kwargs)
     if not taken(grad):
@@ -178,27 +164,23 @@ def diagonal_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     dims = [dim % len(sizes) for dim in dims]
     if not axes_cutting(grad.placements, {grad.dim() - 1}):
         return _embedded(grad, offset, dims, sizes)
-    rows = _rows_of(sizes, offset, dims)
-    if rows is None:
+    if offset != 0:
         return unruled(op, args, kwargs)
-    local, mesh, placements = summed(grad)
-    others = iter(range(grad.dim() - 1))
-    places = [grad.dim() - 1 if dim == rows else None if dim in dims else next(others) for dim in range(len(sizes))]
-    placed = _placed(placements, places)
-    result = local.new_zeros([sizes[dim] if place is None else local.size(place) for dim, place in enumerate(places)])
-    own = _own_offset(mesh, placed, offset, dims, dims.index(rows), sizes)
-    result.diagonal(own, *dims).copy_(local)
-    return wrap(result, mesh, placed, torch.Size(sizes))
+    return _embedded(grad, offset, dims, sizes, min(dims, key=lambda dim: sizes[dim]))
 
 
-def _embedded(tensor: DTensor, offset: int, dims: list[int], sizes: Any) -> DTensor:
-    """The last dim on a diagonal of zeros, of the extents that `sizes` has there or as large as it has to be."""
+def _embedded(tensor: DTensor, offset: int, dims: list[int], sizes: Any, rows: int | None = None) -> DTensor:
+    """The last dim on a diagonal of zeros, of the extents that `sizes` has there or as large as it has to be.
+
+    Where it is cut, so is `rows`, which is as long.
+    """
     local, mesh, placements = summed(tensor)
-    left = iter(range(tensor.dim() - 1))
-    places = [None if dim in dims else next(left) for dim in range(tensor.dim() + 1)]
+    last = tensor.dim() - 1
+    left = iter(range(last))
+    places = [last if dim == rows else None if dim in dims else next(left) for dim in range(tensor.dim() + 1)]
     extent = tensor.size(-1) + abs(offset)
     shape = [extent if place is None else tensor.size(place) for place in places] if sizes is None else list(sizes)
-    own = [shape[dim] if place is None else local.size(place) for dim, place in enumerate(places)]
-    result = local.new_zeros(own)
-    result.diagonal(offset, *dims).copy_(local)
-    return wrap(result, mesh, _placed(placements, places), torch.Size(shape))
+    placed = _placed(placements, places)
+    result = local.new_zeros([shape[dim] if place is None else local.size(place) for dim, place in enumerate(places)])
+    result.diagonal(_own_offset(mesh, placed, offset, dims, shape), *dims).copy_(local)
+    return wrap(result, mesh, placed, torch.Size(shape))

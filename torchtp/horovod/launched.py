@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -14,8 +13,8 @@ _VARIABLES = (
 )
 
 
-def tell_as_torchrun() -> None:
-    """Where MPI has started several ranks, set what torchrun sets, but for the hosts (see `tell_hosts`).
+def tell_as_torchrun() -> bool:
+    """Where MPI has started several ranks, set what torchrun sets, but for the hosts (see `tell_hosts`). Whether it has.
 
     Raises ValueError where they have not been told a place to meet at.
     """
@@ -31,7 +30,8 @@ def tell_as_torchrun() -> None:
             )
         told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
         os.environ.update({name: value for name, value in told.items() if value is not None})
-        return
+        return True
+    return False
 
 
 def tell_hosts() -> None:
@@ -39,9 +39,5 @@ def tell_hosts() -> None:
     local_ranks: list[str] = [""] * dist.get_world_size()
     own = os.environ.get("LOCAL_RANK", "0")
     dist.all_gather_object(local_ranks, own)
-    os.environ["GROUP_RANK"] = str(_count(local_ranks[: dist.get_rank()], own))
-    os.environ["GROUP_WORLD_SIZE"] = str(_count(local_ranks, "0"))
-
-
-def _count(local_ranks: Iterable[str], own: str) -> int:
-    return sum(each == own for each in local_ranks)
+    os.environ["GROUP_RANK"] = str(local_ranks[: dist.get_rank()].count(own))
+    os.environ["GROUP_WORLD_SIZE"] = str(local_ranks.count("0"))

@@ -18,13 +18,11 @@ def init(backend: str = "torchtp") -> None:
     """
     if dist.is_initialized():
         return
-    is_torchruns = "RANK" in os.environ
-    if not is_torchruns:
-        tell_as_torchrun()
     if "RANK" in os.environ:
         dist.init_process_group(backend)
-        if not is_torchruns:
-            tell_hosts()
+    elif tell_as_torchrun():
+        dist.init_process_group(backend)
+        tell_hosts()
     else:
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
 
