@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from ranks_device import moved
 from rules import device_mesh_of
 from torch.distributed.tensor import Replicate, Shard
@@ -155,6 +157,24 @@ def run_by_upstream(sizes):
 @pytest.mark.parametrize("sizes", MESHES)
 def test_dtensor_s_own_redistribution_of_unequal_chunks_is_right(sizes):
     run_ranks(run_by_upstream, math.prod(sizes), sizes)
+
+
+def run_other_dim():
+    """By what each rank has, as often as the pieces fit: nobody is sent the whole."""
+    mesh = _mesh((dist.get_world_size(),))
+    whole = moved(torch.arange(2 * 7 * 11 * 5).view(2, 7, 11, 5))
+    for before, after in itertools.permutations(range(whole.dim()), 2):
+        tensor = _cut(whole, mesh, (Shard(before),))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(functional_collectives, "all_gather_tensor")
+            patch.delattr(functional_collectives, "all_gather_single", raising=False)
+            cut_anew = tensor.redistribute(placements=(Shard(after),))
+        _check(cut_anew, whole)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_dtensor_s_own_redistribution_to_another_dim_gathers_nothing(num_ranks):
+    run_ranks(run_other_dim, num_ranks)
 
 
 def run_rare_dtypes(sizes):
