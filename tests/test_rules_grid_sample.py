@@ -53,6 +53,10 @@ CASES = {
     "border_outside": (lambda x, f: warped(x, f - 30, padding_mode="border"), [IMAGE, FLOW]),
     "bicubic": (lambda x, f: warped(x, f, mode="bicubic"), [IMAGE, FLOW]),
     "bicubic_border": (lambda x, f: warped(x, f * 3, mode="bicubic", padding_mode="border"), [IMAGE, FLOW]),
+    "reflection": (lambda x, f: warped(x, f * 2, padding_mode="reflection"), [IMAGE, FLOW]),
+    "reflection_edges": (lambda x, f: warped(x, f * 5, padding_mode="reflection", align_corners=False), [IMAGE, FLOW]),
+    "reflection_outside": (lambda x, f: warped(x, f - 30, padding_mode="reflection"), [IMAGE, FLOW]),
+    "reflection_one_row": (lambda x, f: warped(x[:, :, 4:5], f, padding_mode="reflection"), [IMAGE, FLOW]),
     "constant_grid": (
         lambda x: F.grid_sample(x, base(reach=0.7).expand(2, -1, -1, -1), align_corners=False),
         [IMAGE],
@@ -80,9 +84,17 @@ CASES = {
         lambda x, f: warped(x, f * 4, mode="nearest", padding_mode="border", align_corners=False),
         [IMAGE, FLOW],
     ),
+    "nearest_reflection": (
+        lambda x, f: warped(x, f * 4, mode="nearest", padding_mode="reflection", align_corners=False),
+        [IMAGE, FLOW],
+    ),
     "volume": (lambda x, f: warped_volume(x, f), [VOLUME, (1, 3, 5, 9, 11)]),
     "volume_far": (lambda x, f: warped_volume(x, f * 3, align_corners=False), [VOLUME, (1, 3, 5, 9, 11)]),
     "volume_border": (lambda x, f: warped_volume(x, f * 3, padding_mode="border"), [VOLUME, (1, 3, 5, 9, 11)]),
+    "volume_reflection": (
+        lambda x, f: warped_volume(x, f * 5, padding_mode="reflection", align_corners=False),
+        [VOLUME, (1, 3, 5, 9, 11)],
+    ),
     "volume_still": (lambda x, f: warped_volume(x, f * 0), [VOLUME, (1, 3, 5, 9, 11)]),
     "volume_still_edges": (
         lambda x, f: warped_volume(x, f * 0, align_corners=False, reach=(4 / 5, 8 / 9, 10 / 11)),
@@ -124,7 +136,7 @@ def run_still(padding, align_corners, size, rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [9, 16, 37])
 @pytest.mark.parametrize("align_corners", [True, False], ids=["corners", "edges"])
-@pytest.mark.parametrize("padding", ["zeros", "border"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
 def test_a_flow_of_nothing_has_the_derivative_of_one_device(padding, align_corners, rows, dtype):
     for size in (2, 3):
         run_ranks(run_still, size, padding, align_corners, size, rows, dtype)

@@ -48,6 +48,7 @@ class _Pulled:
     window: Window
     image: torch.Tensor  # what is in it, of the dtype that is computed in
     grid: torch.Tensor
+    padding: int  # beside the window
     scale: torch.Tensor  # of the gradient from the window's coordinates to the image's
 
 
@@ -120,6 +121,24 @@ def _pixels(along: torch.Tensor, extent: int, align_corners: bool, fused: bool) 
     return along.add(1).mul(extent).sub(1).div(2)
 
 
+def _reflected(pixels: torch.Tensor, extent: int, align_corners: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places beside the image as its border shows them, over and over, and the derivative by where they were: 1 or -1.
+
+    The border is a pixel's middle with `align_corners`, else its outer edge: then up to half a pixel is left beside the image.
+    """
+    low = 0.0 if align_corners else -0.5
+    span = extent - 1 if align_corners else extent
+    if not span:
+        return torch.zeros_like(pixels), torch.zeros_like(pixels)
+    from_border = pixels.sub(low)
+    distance = from_border.abs()
+    beyond = distance.fmod(span)
+    is_turned = distance.div(span).floor().fmod(2) != 0
+    places = torch.where(is_turned, span - beyond + low, beyond + low)
+    ones = torch.ones_like(pixels)
+    return places, torch.where(is_turned == (from_border < 0), ones, -ones)
+
+
 def _on_their_side(places: torch.Tensor, size: int, first: bool, last: bool, border: bool) -> torch.Tensor:
     """Places in a window, none so near to a pixel that it would be on its other side after it has been scaled to -1 ... 1 and back.
 
@@ -147,23 +166,28 @@ def pulled_window(input: Any, grid: Any, mode: int, align_corners: bool, padding
     own = local_as(grid, mesh, grid_placements)
     dtype = wide(input.dtype)
     columns, scales = [], []
+    # Reflected places are beside the image by half a pixel at most, which shows its border.
+    beside = _BORDER if padding == _REFLECTION else padding
     num_dims = input.dim() - 2
     for dim in range(2, input.dim()):
         extent = input.size(dim)
         fused = num_dims == 2 or own.is_cuda
         pixels = _pixels(own[..., num_dims + 1 - dim].to(dtype), extent, align_corners, fused)
+        scale: float | torch.Tensor = 1
+        if padding == _REFLECTION:
+            pixels, scale = _reflected(pixels, extent, align_corners)
+            pixels = pixels.clamp(0, extent - 1) if mode == _NEAREST else pixels
         if mode == _NEAREST:
             pixels = pixels.round()
         begin = window.pull(dim, pixels, 2 if mode == _BICUBIC else 1) if window.is_cut(dim) else 0
         size = window.local.size(dim)
         # The window's own coordinates, as without align_corners: -1 and 1 are its outer edges.
-        places = _on_their_side(pixels.sub(begin), size, begin == 0, begin + size == extent, padding == _BORDER)
+        places = _on_their_side(pixels.sub(begin), size, begin == 0, begin + size == extent, beside == _BORDER)
         columns.append(places.mul(2).add(1).div(size).sub(1))
-        scales.append((extent - 1 if align_corners else extent) / size)
-    moved = torch.stack(columns[::-1], -1)
-    scale = moved.new_tensor(scales[::-1])
+        scales.append(columns[-1].new_tensor((extent - 1 if align_corners else extent) / size) * scale)
+    moved, of_gradient = (torch.stack(along[::-1], -1) for along in (columns, scales))
     image = window.local.to(dtype)
-    return _Pulled(mesh, placements, grid_placements, output_placements, window, image, moved, scale)
+    return _Pulled(mesh, placements, grid_placements, output_placements, window, image, moved, beside, of_gradient)
 
 
 @spatial_rule("grid_sampler_2d", "grid_sampler_3d")
@@ -190,7 +214,7 @@ def cudnn_grid_sample_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _window_of(input: Any, grid: Any, mode: int, padding: int, align_corners: bool) -> _Pulled | None:
-    if padding == _REFLECTION:  # may come from anywhere
+    if padding == _REFLECTION and mode == _BICUBIC:  # reflects each of a sample's 16 pixels, in the image
         return None
     return pulled_window(input, grid, mode, align_corners, padding)
 
@@ -201,7 +225,7 @@ def _sampled(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
     if pulled is None:
         return unruled(op, args, kwargs)
     sample = aten.grid_sampler_2d if input.dim() == 4 else aten.grid_sampler_3d
-    local = sample(pulled.image, pulled.grid, mode, padding, False)
+    local = sample(pulled.image, pulled.grid, mode, pulled.padding, False)
     shape = torch.Size([*input.shape[:2], *grid.shape[1:-1]])
     return wrap(local.to(input.dtype), pulled.mesh, pulled.output_placements, shape)
 
@@ -213,7 +237,7 @@ def _gradients(op: Op, args: Any, kwargs: Any, values: tuple[Any, ...]) -> Any:
         return unruled(op, args, kwargs)
     local = local_as(grad, pulled.mesh, pulled.output_placements).to(pulled.image.dtype)
     derive = aten.grid_sampler_2d_backward if input.dim() == 4 else aten.grid_sampler_3d_backward
-    of_window, of_grid = derive(local, pulled.image, pulled.grid, mode, padding, False, [wanted[0], True])
+    of_window, of_grid = derive(local, pulled.image, pulled.grid, mode, pulled.padding, False, [wanted[0], True])
     of_input = None
     if wanted[0]:
         mine = pulled.window.give_back(of_window).to(input.dtype)
