@@ -39,7 +39,9 @@ class Everything(nn.Module):
         x = F.interpolate(x, scale_factor=2, mode="bilinear") + x.mean((2, 3), keepdim=True)
         smaller = F.avg_pool2d(x.roll(1, 3), 2)
         grid = F.affine_grid(torch.eye(2, 3).expand(len(x), 2, 3), list(smaller.shape), align_corners=False)
-        x = F.grid_sample(smaller, grid, padding_mode="reflection", align_corners=False) + F.adaptive_avg_pool2d(x, 1)
+        x = F.grid_sample(
+            smaller, grid, "bicubic", padding_mode="reflection", align_corners=False
+        ) + F.adaptive_avg_pool2d(x, 1)
         return self.leave(F.dropout(x, 0.1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchtp
+from torchtp.dtensor.cut import full_of
 from torchtp.testing import run_ranks
 
 IMAGE = (2, 4, 9, 11)
@@ -44,7 +45,11 @@ CASES = {
     "linear": lambda x: F.linear(x.permute(0, 2, 3, 1), torch.linspace(-1, 1, 12).double().view(3, 4)),
     "attention": lambda x: F.scaled_dot_product_attention(*[x.flatten(2).transpose(1, 2)] * 3),
     "grid_sample": lambda x: F.grid_sample(
-        x, torch.linspace(-2, 2, 80).double().view(2, 4, 5, 2), padding_mode="reflection", align_corners=False
+        x,
+        torch.linspace(-2, 2, 80).double().view(2, 4, 5, 2),
+        "bicubic",
+        padding_mode="reflection",
+        align_corners=False,
     ),
     "rrelu": lambda x: F.rrelu(x, 0.25, 0.25, training=True),  # writes its slopes and returns something else
     "fractional_pool": lambda x: F.fractional_max_pool2d(
@@ -79,9 +84,27 @@ def test_places_of_a_condition_are_those_of_the_whole():
     run_ranks(run_where, 2)
 
 
+def run_sums_by_a_mask():
+    """Of which each rank has a summand, while all have the mask."""
+    whole, x = cut_image(requires_grad=True)
+    reference = whole.clone().requires_grad_()
+    picked = [image.sum((2, 3))[image.mean((2, 3)) > 0] for image in (reference, x)]
+    assert 0 < picked[0].numel() < 8
+    torch.testing.assert_close(full_of(picked[1]), picked[0])
+    slopes = []
+    for image, values in zip((reference, x), picked, strict=True):
+        (slope,) = torch.autograd.grad(values.pow(2).sum(), image, create_graph=True)
+        slopes.append(torch.autograd.grad((slope * slope).sum(), image)[0])
+    torch.testing.assert_close(full_of(slopes[1]), slopes[0])
+
+
+def test_a_whole_mask_picks_from_sums():
+    run_ranks(run_sums_by_a_mask, 2)
+
+
 def reflected(x):
     grid = F.affine_grid(torch.eye(2, 3).double().expand(len(x), 2, 3), list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
+    return F.grid_sample(x, grid, "bicubic", padding_mode="reflection", align_corners=False)
 
 
 def run_notices():
