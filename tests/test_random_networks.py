@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import make_layout
 from operators import Steps
+from random_graphs import random_graph
 from random_networks import random_network
 from random_sequences import random_sequence
 from ranks_device import moved
@@ -92,3 +93,15 @@ def test_random_sequences(axes):
 @pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}, {"h": 2, "w": 3}, {"w": 2, "h": 2}], ids=str)
 def test_more_random_sequences(axes, part):
     assert_alike(random_sequence, axes, range(40 + part * 100, 140 + part * 100), 600)
+
+
+@pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}], ids=str)
+def test_random_graphs(axes):
+    assert_alike(random_graph, axes, range(60), 120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_more_random_graphs(axes, part):
+    assert_alike(random_graph, axes, range(60 + part * 200, 260 + part * 200), 600)
