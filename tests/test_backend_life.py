@@ -235,3 +235,26 @@ def test_a_forked_child_that_ends_as_a_program_does_waits_for_no_thread_of_its_p
         [sys.executable, "-W", "ignore", "-c", _FORKS], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip() == "7", done.stderr
+
+
+_INTERPRETS = """
+import torch
+import torch.distributed as dist
+import torchtp
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+dist.init_process_group("torchtp", store=dist.HashStore(), rank=0, world_size=1)
+interpreters.destroy(interpreters.create())
+dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+print("ended")
+"""
+
+
+def test_a_program_with_subinterpreters_ends_its_groups():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _INTERPRETS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.strip() == "ended", done.stderr

@@ -9,7 +9,7 @@ namespace torchtp::backend {
 class GilRelease {
  public:
   GilRelease() {
-    if (Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();
+    if (Py_IsInitialized() && holds()) state_ = PyEval_SaveThread();
   }
   ~GilRelease() {
     if (state_ != nullptr) PyEval_RestoreThread(state_);
@@ -18,6 +18,12 @@ class GilRelease {
   GilRelease& operator=(const GilRelease&) = delete;
 
  private:
+  // PyGILState_Check() says yes to everybody once there has been a subinterpreter.
+  static bool holds() {
+    PyThreadState* const mine = PyGILState_GetThisThreadState();
+    return mine != nullptr && mine == _PyThreadState_UncheckedGet();
+  }
+
   PyThreadState* state_ = nullptr;
 };
 
