@@ -224,6 +224,24 @@ def test_a_host_whose_network_is_down_is_an_error_that_stays(pairs):
         assert first == second
 
 
+def _out_of_reach():
+    """One host of another, for what is connected anew."""
+    route = ["prohibit", "10.77.0.3"]
+    if dist.get_rank() == 1:
+        subprocess.run(["ip", "route", "add", *route], check=True)
+    error = _error_of(lambda: _group(600))
+    if dist.get_rank() == 1:
+        subprocess.run(["ip", "route", "del", *route], check=True)
+    return error
+
+
+def test_a_connection_that_is_refused_is_heard_of_by_all_at_once():
+    with contextlib.closing(Hosts((1, 1, 1))) as hosts:
+        errors = hosts.run(_out_of_reach, timeout=30)
+    assert len(set(errors)) == 1, errors
+    assert "rank 1 cannot make a process group of several hosts: cannot connect to rank 2 at 10.77.0.3" in errors[0]
+
+
 def _interrupted(waits):
     """Rank 0 is interrupted while it waits for the other host."""
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group()

@@ -21,10 +21,14 @@ std::vector<int> numbers(int size) {
 }
 
 constexpr char kGaveUp[] = "/gave up";
+constexpr char kFirst[] = "/first to give up";
+constexpr char kHeard[] = "/heard why";
 
 constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLastPause = std::chrono::milliseconds(10);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
+constexpr auto kLongestHearing = std::chrono::milliseconds(75);  // of what each rank looks for kBetweenLooks
+constexpr std::chrono::milliseconds kLongestGrace = std::chrono::seconds(5);
 
 // What is wrong with it is said where all ranks hear it: when the group is made.
 std::chrono::milliseconds stall() {
@@ -68,6 +72,7 @@ StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
   StoreBootstrap some(store_, static_cast<int>(place), static_cast<int>(members.size()), timeout_,
                       prefix_ + "/from" + std::to_string(members[0]), members);
   some.interruption_ = interruption_;
+  some.end_ = end_;
   if (watched_) some.watch([all = watched_, members](int member) { return all(members[member]); });
   const auto inside = [&members](const auto& all) {
     using Known = std::decay_t<decltype(all)>;
@@ -89,11 +94,14 @@ std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
   } catch (const StoreError& error) {
     give_up(cat(error.what(), ended()));  // the ranks that have ended may have served it
   }
+  // All have come: the rest takes one more timeout at most, and a little more, for what a step of that length ends
+  // with.
+  if (!end_) end_ = Deadline(timeout_ + std::min(timeout_ / 4, kLongestGrace));
   return all;
 }
 
 void StoreBootstrap::wait_for(int rank) {
-  const Deadline deadline(timeout_);
+  const Deadline deadline = end_ ? *end_ : Deadline(timeout_);
   std::optional<Deadline> stall(stall_);
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
@@ -169,13 +177,38 @@ void StoreBootstrap::handle_signals() {
     tell(cat("rank ", names_[rank_], " was interrupted by a signal (", error.what(),
              ") while the group was being made"));
     *interruption_ = std::current_exception();
+    over_ = true;
     throw;
   }
 }
 
 // For those who cannot see the reason themselves.
 void StoreBootstrap::read_why_others_gave_up() {
-  if (store_->has(prefix_ + kGaveUp)) throw Error(store_->get(prefix_ + kGaveUp));
+  if (!store_->has(prefix_ + kGaveUp)) return;
+  const std::string why = store_->get(prefix_ + kGaveUp);
+  let_others_hear();
+  throw Error(why);
+}
+
+// Rank 0 mostly serves the store, which ends with it.
+void StoreBootstrap::let_others_hear() {
+  over_ = true;
+  try {
+    int64_t heard = store_->add(prefix_ + kHeard, 1);
+    const Deadline deadline(kLongestHearing);
+    while (rank_ == 0 && heard < num_present() && !deadline.passed()) {
+      std::this_thread::sleep_for(kFirstPause);
+      heard = store_->add(prefix_ + kHeard, 0);
+    }
+  } catch (const StoreError&) {
+    // It has ended before.
+  }
+}
+
+int64_t StoreBootstrap::num_present() const {
+  int64_t count = 0;
+  for (int rank = 0; rank < size_; ++rank) count += presence(rank) == shm::Presence::kThere;
+  return count;
 }
 
 // A process that dies closes its connections a little before it can be seen to have died.
@@ -193,11 +226,23 @@ std::string StoreBootstrap::ended() const {
 
 void StoreBootstrap::give_up(const std::string& why) {
   tell(why);
+  try {
+    read_why_others_gave_up();
+  } catch (const StoreError&) {
+    // Then nobody hears of the others.
+  }
+  over_ = true;
   throw Error(why);
+}
+
+// But where a death may be the cause: that is found when the dead one is waited for.
+void StoreBootstrap::tell_of_failure(const std::string& why) {
+  if (ended().empty()) tell(why);
 }
 
 void StoreBootstrap::tell(const std::string& why) {
   try {
+    if (store_->add(prefix_ + kFirst, 1) > 1) return;
     store_->set(prefix_ + kGaveUp, why);
     store_->has(prefix_ + kGaveUp);  // TCPStore sends what is set without an answer: who ends now might take it along
   } catch (const StoreError&) {

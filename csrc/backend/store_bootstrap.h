@@ -6,10 +6,12 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "backend/patient_store.h"
+#include "core/deadline.h"
 #include "shm/bootstrap.h"
 #include "shm/group.h"
 #include "shm/outside_wait.h"
@@ -24,7 +26,7 @@ struct Acquaintance {
 
 // Bootstrap over a c10d store. A store outlives the groups made on it (torchrun's lives as long as the job) and
 // prefixes repeat, so each rank counts its arrivals and keys carry that generation. A rank that gives up leaves word
-// why: the others throw that.
+// why: the others throw that, and where several do, all throw what the first one said.
 class StoreBootstrap : public shm::Bootstrap {
  public:
   StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout,
@@ -34,6 +36,9 @@ class StoreBootstrap : public shm::Bootstrap {
   int size() const override { return size_; }
   std::vector<std::string> all_gather(const std::string& mine) override;
   void watch(std::function<bool(int)> has_died) override { watched_ = std::move(has_died); }
+  void tell_of_failure(const std::string& why) override;
+  void read_why_others_gave_up() override;
+  bool is_over() const override { return over_; }
 
   // For a rank that waits for something else while the group is made: throws what has put an end to that.
   void look();
@@ -55,10 +60,11 @@ class StoreBootstrap : public shm::Bootstrap {
   void report_missing(int rank, const shm::OutsideWait* wait) const;
   void look_at(int rank, int awaited);
   void look_around(int awaited);
-  void read_why_others_gave_up();
-  void handle_signals();
+  void let_others_hear();
+  int64_t num_present() const;
   void tell(const std::string& why);
-  std::string ended() const;
+  void handle_signals();
+  std::string ended() const;  // "; rank 1 has ended" of those that have
   [[noreturn]] void give_up_for(int rank);
   [[noreturn]] void give_up(const std::string& why);
   std::string key(int rank) const;
@@ -71,6 +77,8 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::string prefix_;
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
+  bool over_ = false;
+  std::optional<Deadline> end_;  // since all ranks have come
   std::function<bool(int)> watched_;
   Acquaintance before_;
   std::shared_ptr<std::exception_ptr> interruption_ = std::make_shared<std::exception_ptr>();

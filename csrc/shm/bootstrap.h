@@ -22,6 +22,12 @@ class Bootstrap {
   // From now on all_gather asks every few milliseconds whether the rank it waits for has died. Who has may have said
   // its part before.
   virtual void watch(std::function<bool(int rank)> has_died) { (void)has_died; }
+  // Why a step has failed on this rank, for those that still wait in theirs: before all_gather says it to all.
+  virtual void tell_of_failure(const std::string& why) { (void)why; }
+  // Throws what was told first, if anything was.
+  virtual void read_why_others_gave_up() {}
+  // Whether that has been thrown to this rank's step, as to all others: then nobody comes to swap anything.
+  virtual bool is_over() const { return false; }
   // Ranks that are threads of one process return what rank 0 passed in, so that all of them use one mapping (and the
   // thread sanitizer sees their races). Ranks that are processes return nullptr: they get the memory over a socket.
   virtual std::shared_ptr<void> share(std::shared_ptr<void> mine) {
@@ -31,18 +37,21 @@ class Bootstrap {
 };
 
 // Runs one step on every rank and swaps the strings it returns; where it throws on one rank, all throw "rank 1
-// <trouble>: ".
+// <trouble>: ", and where it throws on several, what came first.
 template <typename Step>
 std::vector<std::string> together(Bootstrap& bootstrap, const std::string& trouble, const Step& step) {
   std::string mine;
   try {
     mine = "+" + step();
   } catch (const std::exception& error) {
+    if (bootstrap.is_over()) throw;
+    bootstrap.tell_of_failure(cat("rank ", bootstrap.rank(), " ", trouble, ": ", error.what()));
     mine = cat("-", error.what());
   }
   std::vector<std::string> all = bootstrap.all_gather(mine);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty() || all[rank][0] != '+') {
+      bootstrap.read_why_others_gave_up();
       throw Error(cat("rank ", rank, " ", trouble, ": ", all[rank].empty() ? "" : all[rank].substr(1)));
     }
     all[rank].erase(0, 1);

@@ -21,7 +21,7 @@ constexpr char kTrouble[] = "cannot find out who is on its host";
 Fd file_with(const std::string& content) {
   Fd file = Fd::memory("torchtp-host");
   if (pwrite(file.get(), content.data(), content.size(), 0) != static_cast<ssize_t>(content.size())) {
-    throw_errno("cannot write an anonymous file");
+    throw_errno("cannot write an anonymous file (ulimit -f limits its size)");
   }
   return file;
 }

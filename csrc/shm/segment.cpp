@@ -142,6 +142,10 @@ void Segment::take(const std::byte* begin, size_t num_bytes) const {
   do {
     code = posix_fallocate(file_.get(), begin - mapping_.data(), static_cast<off_t>(num_bytes));
   } while (code == EINTR);
+  if (code == EPERM || code == ENOSYS) {
+    throw Error(cat("cannot take ", num_bytes, " bytes of shared memory: fallocate: ", std::strerror(code),
+                    " (does the container's seccomp profile allow the call?)"));
+  }
   if (code != 0) {
     throw Error(cat("no memory for ", num_bytes, " bytes of shared memory: ", std::strerror(code), kOutOfMemory));
   }
