@@ -25,6 +25,7 @@ class RandomGraph(nn.Module):
         nn.init.uniform_(self.norm.bias, 0.1, 0.6)  # so that no mean is nothing but rounding
         self.gain = nn.Parameter(torch.rand(CHANNELS, 1, 1).to(image) + 0.2)
         self.steps: list[tuple[Call, int, int]] = []
+        self.noise = 0.0  # of each step, relative: what depends on rounding shows
         with torch.no_grad():
             tensors = self._begin(image)
             for _ in range(draw.randint(3, 14)):
@@ -53,7 +54,8 @@ class RandomGraph(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         tensors = self._begin(image)
         for call, of, other in self.steps:
-            tensors.append(call(tensors[of], tensors[other]))
+            made = call(tensors[of], tensors[other])
+            tensors.append(made * (1 + self.noise * torch.rand_like(made)) if self.noise else made)
         return torch.stack([(t * t).mean() + t.mean() for t in tensors])
 
 
