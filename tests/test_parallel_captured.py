@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import make_layout
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from training import assert_same_parameters
 
@@ -23,6 +25,9 @@ class _Network(nn.Module):
         self.head = nn.Conv2d(6, 2, 3, padding=1, stride=2)
         self.gain = nn.Parameter(torch.tensor([1.5, 0.7]).view(2, 1, 1))
         self.unused = nn.Parameter(torch.ones(3))
+
+    def encode(self, images):
+        return self.body(images)
 
     def forward(self, images):
         features = self.norm(self.body(images).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -47,7 +52,7 @@ def _loss(output):
 
 
 def _whole(output):
-    return output.full_tensor() if isinstance(output, torch.distributed.tensor.DTensor) else output
+    return output.full_tensor() if isinstance(output, DTensor) else output
 
 
 def _used(model):
@@ -77,6 +82,76 @@ def _taken(axes, options):
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_gradients_that_are_taken_are_those_of_the_images_of_this_data_rank(axes, options):
     run_ranks(_taken, torch.Size(axes.values()).numel(), axes, options)
+
+
+def _of_feature(network, images, used):
+    kept = []
+    with network.body.register_forward_hook(lambda *call: kept.append(call[-1])):
+        network(images)
+    return torch.autograd.grad(_loss(kept[0]), used[1:5])
+
+
+def _of_gradients(network, images, used):
+    """Of which no value of the output is left."""
+    taken = torch.autograd.grad(_whole(network(images)).mean(), used, create_graph=True)
+    return torch.autograd.grad(sum(each.square().sum() for each in taken), used[:2])
+
+
+def _of_gradient_of_images(network, images, used):
+    images = images.clone().requires_grad_()
+    (taken,) = torch.autograd.grad(_whole(network(images)).sum(), images, create_graph=True)
+    return torch.autograd.grad(taken.square().sum(), used[:3])
+
+
+def _through_a_step(network, images, used):
+    names = [name for name, _ in network.named_parameters() if name != "unused"]
+    taken = torch.autograd.grad(_loss(_whole(network(images))), used, create_graph=True)
+    moved = {name: one - 0.1 * each for name, one, each in zip(names, used, taken, strict=True)}
+    return torch.autograd.grad(_loss(_whole(functional_call(network, moved, (images,)))), used)
+
+
+def _of_two_calls(network, images, used):
+    moved = {name: one + 0.1 for name, one in network.named_parameters()}
+    losses = _loss(_whole(network(images))), _loss(_whole(functional_call(network, moved, (images,))))
+    return torch.autograd.grad(sum(losses), used)
+
+
+def _of_method(network, images, used):
+    return torch.autograd.grad(_loss(network.encode(images)), used[1:5])
+
+
+def _of_weights_alone(network, images, used):
+    """Which one rank may do without the others."""
+    if dist.get_rank() == 0:
+        torch.autograd.grad(used[0].square().sum(), used[0])
+    return torch.autograd.grad(_loss(_whole(network(images))) + used[0].square().sum(), used)
+
+
+WAYS = [
+    _of_feature,
+    _of_gradients,
+    _of_gradient_of_images,
+    _through_a_step,
+    _of_two_calls,
+    _of_method,
+    _of_weights_alone,
+]
+
+
+def _taken_of(axes, take, options):
+    layout, single, model = _networks(axes, **options)
+    for step in range(2):
+        images = _images(step, layout)
+        given = layout.shard(images) if take is _of_method else images
+        wanted, taken = (take(each, x, _used(each)) for each, x in ((single, images), (model, given)))
+        torch.testing.assert_close(taken, wanted, rtol=1e-9, atol=1e-12)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{"output": "full"}, {"reduce": False}], ids=str)
+@pytest.mark.parametrize("take", WAYS, ids=lambda take: take.__name__.strip("_"))
+def test_gradients_that_are_taken_past_the_output(take, options):
+    run_ranks(_taken_of, 4, {"dp": 2, "w": 2} if options.get("reduce") is None else {"h": 2, "w": 2}, take, options)
 
 
 def _penalize(axes):

@@ -1,4 +1,4 @@
-"""Gradients that go elsewhere than into a parameter's `grad`: those `torch.autograd.grad` takes, and of computed parameters."""
+"""What a parallelized module is made of at each forward, and parameters of it that are computed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtp import _C
-from torchtp.dtensor.sharing import share_gradient
+from torchtp.captured_gradients import are_shared
 from torchtp.dtensor.whole import Given
 from torchtp.layout import Layout
 from torchtp.structure import Structure
 
 
 class Composition:
-    """What a module is made of, at the last look: who sees to gradients that are taken, and which parameters are computed."""
+    """What a module is made of, at the last look: its parameters, and which of them are computed."""
 
     def __init__(self, layout: Layout):
         self._layout = layout
         self._structure: Structure | None = None
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self.captured: _C.CapturedGradients | None = None
         self.parameters: frozenset[int] = frozenset()  # their ids
 
     @property
@@ -44,11 +42,14 @@ class Composition:
             if value is not None and not isinstance(value, (nn.Parameter, DTensor))
         ]
         self.parameters = frozenset(map(id, module.parameters()))
-        self.captured = None
+        self.share(module)
+        return True
+
+    def share(self, module: nn.Module) -> None:
+        """Have gradients complete that are taken of the module's parameters from now on."""
         if self._layout.num_shards > 1:
             plain = [one for one in module.parameters() if one.is_leaf and not isinstance(one, DTensor)]
-            self.captured = _C.CapturedGradients(plain, self._layout.spatial_group.group_name, share_gradient)
-        return True
+            are_shared(plain, self._layout.spatial_group.group_name)
 
     def forget(self) -> None:
         """Have the next look find something new."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtp._compile import leave_eager
+from torchtp.captured_gradients import completed
 from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather, whole_gradient
@@ -108,7 +109,8 @@ def _install() -> None:
             mesh = _mesh_of((*outputs, *args[0], *grads)) if now is None else now[0]
             return grads if mesh is None else tuple(_mean(mesh, grad) for grad in grads)
         if now is None:
-            return theirs(outputs, *args, **kwargs)
+            with completed(outputs, () if kwargs.get("accumulate_grad") else args[3]):
+                return theirs(outputs, *args, **kwargs)
         mesh, parameters = now
         with ExitStack() as hooks:
             for leaf in _leaves(outputs):

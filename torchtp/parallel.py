@@ -20,8 +20,8 @@ from torchtp import inner_gradients, lazy, randomness, sync_batch_norm
 from torchtp._compile import leave_eager
 from torchtp.agreement import Call
 from torchtp.awaiting import after_backward
-from torchtp.captured import Composition
 from torchtp.comparisons import Comparisons, is_due
+from torchtp.composition import Composition
 from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.fallback import take_custom_ops
@@ -214,11 +214,10 @@ class _State:
             outputs = forward(*arguments.args, **arguments.kwargs)
         self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
         outputs, contents = arguments.settle(outputs, lambda nested: self._images.give(nested, tensors))
-        watchers = [each for each in (reducer, self._composition.captured) if each is not None]
-        for leaf in pytree.tree_leaves((outputs, contents)) if watchers and torch.is_grad_enabled() else ():
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                for each in watchers:
-                    each.watch(leaf)
+        if reducer is not None:
+            for leaf in pytree.tree_leaves((outputs, contents)):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    reducer.watch(leaf)
         return outputs
 
     def reducer(self, module: nn.Module) -> GradientReducer | None:
@@ -281,6 +280,7 @@ class _State:
 
     def await_gradients(self, module: nn.Module) -> None:
         """Have gradients averaged that come before any forward: of methods such as `encode`, which are called past it."""
+        self._composition.share(module)
 
         def reduce() -> None:
             if self._reducer is None and (reducer := self.reducer(module)) is not None:

@@ -109,10 +109,15 @@ std::shared_ptr<Reducer> create(std::vector<at::Tensor> parameters, std::vector<
                          std::move(hook));
 }
 
-std::shared_ptr<CapturedGradients> captured(std::vector<at::Tensor> parameters, const std::string& group_name,
-                                            pybind11::object own_hook) {
-  return std::make_shared<CapturedGradients>(std::move(parameters), c10d::resolve_process_group(group_name),
-                                             own_hook_of(std::move(own_hook)));
+std::unique_ptr<CapturedGradients> captured(std::vector<at::Tensor> parameters, const std::string& group_name,
+                                            pybind11::object own_hook, pybind11::object is_cut_backward) {
+  const auto asked = std::make_shared<const Kept>(std::move(is_cut_backward));
+  const auto is_cut = [asked] {
+    const pybind11::gil_scoped_acquire gil;
+    return asked->get()().cast<bool>();
+  };
+  return std::make_unique<CapturedGradients>(std::move(parameters), c10d::resolve_process_group(group_name),
+                                             own_hook_of(std::move(own_hook)), is_cut);
 }
 
 pybind11::dict statistics(const Reducer& reducer) {
@@ -156,9 +161,10 @@ void bind_gradients(pybind11::module_& m) {
       .def("events", &events)
       .def("bucket_names", &Reducer::bucket_names)
       .def("holds_gradient", &Reducer::holds_gradient, py::arg("parameter"));
-  py::class_<CapturedGradients, std::shared_ptr<CapturedGradients>>(m, "CapturedGradients")
-      .def(py::init(&captured), py::arg("parameters"), py::arg("group_name"), py::arg("own_hook"))
-      .def("watch", &CapturedGradients::watch, no_gil, py::arg("output"));
+  py::class_<CapturedGradients>(m, "CapturedGradients")
+      .def(py::init(&captured), py::arg("parameters"), py::arg("group_name"), py::arg("own_hook"),
+           py::arg("is_cut_backward"))
+      .def("begin", &CapturedGradients::begin, no_gil);
   m.def("is_hooked", &gradients::is_hooked, py::arg("tensor"), py::arg("most_nodes"));
 }
 

@@ -26,11 +26,12 @@ at::Tensor mean_of(const Collective& collective, const at::Tensor& gradient) {
 
 class MeanHook : public FunctionPreHook {
  public:
-  MeanHook(Collective collective, OwnHook own_hook, int task)
-      : collective_(std::move(collective)), own_hook_(std::move(own_hook)), task_(task) {}
+  MeanHook(Collective collective, OwnHook own_hook, CapturedGradients::IsCut is_cut, int task)
+      : collective_(std::move(collective)), own_hook_(std::move(own_hook)), is_cut_(std::move(is_cut)), task_(task) {}
   variable_list operator()(const variable_list& gradients) override {
     if (torch::autograd::get_current_graph_task_id() != task_ || !gradients.at(0).defined()) return gradients;
     const at::Tensor own = made_plain(own_hook_, gradients.at(0));
+    if (own.is_same(gradients.at(0)) && !is_cut_()) return gradients;  // another rank need not take it
     TORCH_CHECK(own.layout() == at::kStrided, "gradients: torch.autograd.grad of a parameter whose gradient is ",
                 own.layout(), " is not averaged over the ranks of an image; use a dense one (sparse=False)");
     const at::Tensor mean = mean_of(collective_, own);
@@ -41,6 +42,7 @@ class MeanHook : public FunctionPreHook {
  private:
   const Collective collective_;
   const OwnHook own_hook_;
+  const CapturedGradients::IsCut is_cut_;
   const int task_;
 };
 
@@ -74,34 +76,29 @@ class HooksOfCall {
 }  // namespace
 
 CapturedGradients::CapturedGradients(std::vector<at::Tensor> parameters,
-                                     const c10::intrusive_ptr<c10d::ProcessGroup>& group, OwnHook own_hook)
-    : parameters_(std::move(parameters)), collective_(group), own_hook_(std::move(own_hook)) {}
-
-void CapturedGradients::watch(const at::Tensor& output) {
-  if (!output.requires_grad()) return;
-  output.register_hook([weak = weak_from_this()](const at::Tensor&) {
-    if (const auto alive = weak.lock()) alive->begin();
-  });
-}
+                                     const c10::intrusive_ptr<c10d::ProcessGroup>& group, OwnHook own_hook,
+                                     IsCut is_cut)
+    : parameters_(std::move(parameters)),
+      collective_(group),
+      own_hook_(std::move(own_hook)),
+      is_cut_(std::move(is_cut)) {}
 
 void CapturedGradients::begin() {
-  const auto* planned = torch::autograd::get_current_graph_task_exec_info();
-  if (!planned || planned->empty()) return;
-  const int task = torch::autograd::get_current_graph_task_id();
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (std::exchange(last_task_, task) == task) return;
-  }
-  auto hooks = std::make_shared<HooksOfCall>();
-  for (const at::Tensor& parameter : parameters_) {
-    if (!parameter.requires_grad()) continue;
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-    const auto found = accumulator ? planned->find(accumulator.get()) : planned->end();
-    if (found == planned->end() || !found->second.captures_) continue;
-    if (own_hook_.make_table) own_hook_.make_table(parameter);
-    hooks->add(parameter, std::make_unique<MeanHook>(collective_, own_hook_, task));
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback([hooks] { hooks->remove(); });
+  std::call_once(begun_, [this] {
+    const auto* planned = torch::autograd::get_current_graph_task_exec_info();
+    if (!planned || planned->empty()) return;
+    const int task = torch::autograd::get_current_graph_task_id();
+    auto hooks = std::make_shared<HooksOfCall>();
+    for (const at::Tensor& parameter : parameters_) {
+      if (!parameter.requires_grad()) continue;
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+      const auto found = accumulator ? planned->find(accumulator.get()) : planned->end();
+      if (found == planned->end() || !found->second.captures_) continue;
+      if (own_hook_.make_table) own_hook_.make_table(parameter);
+      hooks->add(parameter, std::make_unique<MeanHook>(collective_, own_hook_, is_cut_, task));
+    }
+    torch::autograd::Engine::get_default_engine().queue_callback([hooks] { hooks->remove(); });
+  });
 }
 
 }  // namespace torchtp::gradients
