@@ -33,7 +33,7 @@ struct Connections {
   std::map<int, Fd> streams;  // to those of other hosts
 };
 
-Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& here, std::chrono::milliseconds timeout) {
+Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& here) {
   std::optional<net::Door> door;
   const std::vector<std::string> introductions = shm::together(bootstrap, kNoHosts, [&] {
     const char* const interfaces = std::getenv("GLOO_SOCKET_IFNAME");
@@ -48,7 +48,8 @@ Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& her
   }
   Connections made;
   shm::together(bootstrap, kNoHosts, [&] {
-    const Deadline deadline(std::min<std::chrono::milliseconds>(timeout, kLongestSearch));
+    // So that all hear of its end before they have waited long enough.
+    const Deadline deadline(std::min<std::chrono::milliseconds>(bootstrap.left() * 4 / 5, kLongestSearch));
     const auto look = [&] { bootstrap.look(); };  // a rank that has died calls nobody
     for (auto& [line, socket] : door->connect(bootstrap.rank(), lines, introductions, deadline, look)) {
       (line.use == kMail ? made.mail : made.streams)[line.peer] = std::move(socket);
@@ -73,7 +74,7 @@ std::shared_ptr<Engine> make_hosts_engine(StoreBootstrap& bootstrap, const std::
   });
   std::shared_ptr<HostsEngine> engine;
   try {
-    Connections connections = connect_hosts(bootstrap, *here, options.timeout);
+    Connections connections = connect_hosts(bootstrap, *here);
     shm::together(bootstrap, kNoHosts, [&] {
       engine = std::make_shared<HostsEngine>(hosts, bootstrap.rank(), group, std::move(connections.streams),
                                              std::move(connections.mail), options.fork_guard);

@@ -26,9 +26,8 @@ constexpr char kHeard[] = "/heard why";
 
 constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLastPause = std::chrono::milliseconds(10);
-constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
-constexpr auto kLongestHearing = std::chrono::milliseconds(75);  // of what each rank looks for kBetweenLooks
-constexpr std::chrono::milliseconds kLongestGrace = std::chrono::seconds(5);
+constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
+constexpr auto kLongestHearing = std::chrono::milliseconds(30);  // of what each rank looks for every kBetweenLooks
 
 // What is wrong with it is said where all ranks hear it: when the group is made.
 std::chrono::milliseconds stall() {
@@ -94,14 +93,16 @@ std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
   } catch (const StoreError& error) {
     give_up(cat(error.what(), ended()));  // the ranks that have ended may have served it
   }
-  // All have come: the rest takes one more timeout at most, and a little more, for what a step of that length ends
-  // with.
-  if (!end_) end_ = Deadline(timeout_ + std::min(timeout_ / 4, kLongestGrace));
+  if (!end_) end_ = Deadline(timeout_);
   return all;
 }
 
+std::chrono::milliseconds StoreBootstrap::left() const {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(end_.value_or(Deadline(timeout_)).left());
+}
+
 void StoreBootstrap::wait_for(int rank) {
-  const Deadline deadline = end_ ? *end_ : Deadline(timeout_);
+  const Deadline deadline = end_.value_or(Deadline(timeout_));
   std::optional<Deadline> stall(stall_);
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;

@@ -46,6 +46,9 @@ class StoreBootstrap : public shm::Bootstrap {
   // What a handler of the program's signals has raised, if one has: a wait that it ended may have turned it into words.
   std::exception_ptr interruption() const { return *interruption_; }
 
+  // Until no word is waited for any more: one timeout after all ranks have come.
+  std::chrono::milliseconds left() const;
+
   const std::string& prefix() const { return prefix_; }  // of the keys of this generation
 
   // Of some of the ranks, whose place in `members` is their rank; made by those alone.
@@ -78,7 +81,7 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
   bool over_ = false;
-  std::optional<Deadline> end_;  // since all ranks have come
+  std::optional<Deadline> end_;  // of all rounds, once all ranks have come
   std::function<bool(int)> watched_;
   Acquaintance before_;
   std::shared_ptr<std::exception_ptr> interruption_ = std::make_shared<std::exception_ptr>();

@@ -21,7 +21,7 @@ namespace {
 constexpr size_t kTokenLength = 32;
 constexpr std::array<char, 8> kMagic{'t', 'o', 'r', 'c', 'h', 't', 'p', '1'};
 constexpr size_t kMostStrangers = 64;  // beside those who are awaited: who have knocked and not said enough
-constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
+constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
 constexpr char kRemedy[] = "; the variable GLOO_SOCKET_IFNAME names the network interface that joins the hosts";
 
 using Token = std::array<char, kTokenLength>;
