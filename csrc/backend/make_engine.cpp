@@ -51,8 +51,13 @@ Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& her
     // So that all hear of its end before they have waited long enough.
     const Deadline deadline(std::min<std::chrono::milliseconds>(bootstrap.left() * 4 / 5, kLongestSearch));
     const auto look = [&] { bootstrap.look(); };  // a rank that has died calls nobody
-    for (auto& [line, socket] : door->connect(bootstrap.rank(), lines, introductions, deadline, look)) {
-      (line.use == kMail ? made.mail : made.streams)[line.peer] = std::move(socket);
+    try {
+      for (auto& [line, socket] : door->connect(bootstrap.rank(), lines, introductions, deadline, look)) {
+        (line.use == kMail ? made.mail : made.streams)[line.peer] = std::move(socket);
+      }
+    } catch (const net::Unreachable& error) {
+      bootstrap.tell_of_failure(cat("rank ", bootstrap.rank(), " ", kNoHosts, ": ", error.what()));
+      throw;
     }
     return std::string();
   });

@@ -36,12 +36,13 @@ class StoreBootstrap : public shm::Bootstrap {
   int size() const override { return size_; }
   std::vector<std::string> all_gather(const std::string& mine) override;
   void watch(std::function<bool(int)> has_died) override { watched_ = std::move(has_died); }
-  void tell_of_failure(const std::string& why) override;
   void read_why_others_gave_up() override;
   bool is_over() const override { return over_; }
 
   // For a rank that waits for something else while the group is made: throws what has put an end to that.
   void look();
+  // What has failed on this rank itself, for those that look: all_gather says it to all once they have come there.
+  void tell_of_failure(const std::string& why);
 
   // What a handler of the program's signals has raised, if one has: a wait that it ended may have turned it into words.
   std::exception_ptr interruption() const { return *interruption_; }

@@ -132,12 +132,13 @@ class Connecting {
     Fd socket = Fd::tcp_socket(address.family());
     prepare(socket);
     if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS)
-      unreachable(line.peer, errno);
+      unreachable<Unreachable>(line.peer, errno);
     candidates_.push_back({std::move(socket), line, false});
   }
 
+  template <typename Kind = Error>
   [[noreturn]] void unreachable(int peer, int error) const {
-    throw Error(
+    throw Kind(
         cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy));
   }
 
@@ -149,7 +150,7 @@ class Connecting {
       int error = 0;
       socklen_t length = sizeof(error);
       getsockopt(candidate.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error != 0) unreachable(peer, error);
+      if (error != 0) unreachable<Unreachable>(peer, error);
       candidate.connected = true;
       if (!say(candidate.socket, Hello{kMagic, rank_, peer, candidate.line.use, known.token})) unreachable(peer, errno);
       return true;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/error.h"
 #include "core/fd.h"
 #include "net/address.h"
 
@@ -18,6 +19,12 @@ struct Line {
   int peer;
   int use;
   bool operator<(const Line& other) const { return std::tie(peer, use) < std::tie(other.peer, other.use); }
+};
+
+// This rank cannot come to where another one waits: no word of that one's has been heard yet.
+class Unreachable : public Error {
+ public:
+  using Error::Error;
 };
 
 // Where other ranks knock while a group is made. Of those who do, only who knows the token of this door is let
@@ -31,7 +38,7 @@ class Door {
   std::string introduction() const;
 
   // The connections `lines`; the ranks at their other ends wait for the same. introductions[r] is that of rank r.
-  // Throws when one has not come by the deadline or cannot be reached. `look` is called every 50 ms meanwhile: what it
+  // Throws when one has not come by the deadline, and Unreachable. `look` is called every 20 ms meanwhile: what it
   // throws ends the wait.
   std::map<Line, Fd> connect(
       int rank, const std::set<Line>& lines, const std::vector<std::string>& introductions, const Deadline& deadline,

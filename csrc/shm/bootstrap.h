@@ -22,9 +22,7 @@ class Bootstrap {
   // From now on all_gather asks every few milliseconds whether the rank it waits for has died. Who has may have said
   // its part before.
   virtual void watch(std::function<bool(int rank)> has_died) { (void)has_died; }
-  // Why a step has failed on this rank, for those that still wait in theirs: before all_gather says it to all.
-  virtual void tell_of_failure(const std::string& why) { (void)why; }
-  // Throws what was told first, if anything was.
+  // Throws what has ended the making on another rank, or this one, if anything has.
   virtual void read_why_others_gave_up() {}
   // Whether that has been thrown to this rank's step, as to all others: then nobody comes to swap anything.
   virtual bool is_over() const { return false; }
@@ -37,7 +35,7 @@ class Bootstrap {
 };
 
 // Runs one step on every rank and swaps the strings it returns; where it throws on one rank, all throw "rank 1
-// <trouble>: ", and where it throws on several, what came first.
+// <trouble>: ".
 template <typename Step>
 std::vector<std::string> together(Bootstrap& bootstrap, const std::string& trouble, const Step& step) {
   std::string mine;
@@ -45,7 +43,6 @@ std::vector<std::string> together(Bootstrap& bootstrap, const std::string& troub
     mine = "+" + step();
   } catch (const std::exception& error) {
     if (bootstrap.is_over()) throw;
-    bootstrap.tell_of_failure(cat("rank ", bootstrap.rank(), " ", trouble, ": ", error.what()));
     mine = cat("-", error.what());
   }
   std::vector<std::string> all = bootstrap.all_gather(mine);
