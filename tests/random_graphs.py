@@ -175,10 +175,8 @@ THREE_DIMS = ["bnc,bmc->bnm", "bnc,bnd->bcd", "bnc,bnc->bn", "bnc,bnc->nc"]
 
 def of_images(draw: random.Random, t: Tensor) -> Call:
     size, scale, ceil = (draw.randint(3, 15), draw.randint(3, 15)), draw.choice([0.5, 1.5, 2]), draw.random() < 0.5
-    mode, padding = (
-        draw.choice(["nearest", "bilinear", "bicubic", "area"]),
-        draw.choice(["zeros", "border", "reflection"]),
-    )
+    mode = draw.choice(["nearest", "bilinear", "bicubic", "area"])
+    padding = draw.choice(["zeros", "border", "reflection"])
     return draw.choice([
         lambda t, _: F.avg_pool2d(t, 3, 2, 1),
         lambda t, _: F.max_pool2d(t, 2, 2, ceil_mode=ceil),

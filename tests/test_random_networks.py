@@ -74,15 +74,17 @@ def assert_alike(make, axes, seeds, timeout):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_random_networks(axes):
-    assert_alike(random_network, axes, range(60), 120)
+@pytest.mark.parametrize("make", [random_network, random_graph])
+def test_random_networks(make, axes):
+    assert_alike(make, axes, range(60), 120)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(20))
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_more_random_networks(axes, part):
-    assert_alike(random_network, axes, range(60 + part * 100, 160 + part * 100), 600)
+@pytest.mark.parametrize("make", [random_network, random_graph])
+def test_more_random_networks(make, axes, part):
+    assert_alike(make, axes, range(60 + part * 100, 160 + part * 100), 600)
 
 
 @pytest.mark.parametrize("axes", [{"h": 3}, {"h": 2, "w": 2}], ids=str)
@@ -95,15 +97,3 @@ def test_random_sequences(axes):
 @pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}, {"h": 2, "w": 3}, {"w": 2, "h": 2}], ids=str)
 def test_more_random_sequences(axes, part):
     assert_alike(random_sequence, axes, range(40 + part * 100, 140 + part * 100), 600)
-
-
-@pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}], ids=str)
-def test_random_graphs(axes):
-    assert_alike(random_graph, axes, range(60), 120)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("part", range(10))
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_more_random_graphs(axes, part):
-    assert_alike(random_graph, axes, range(60 + part * 200, 260 + part * 200), 600)

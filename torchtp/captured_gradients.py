@@ -27,24 +27,28 @@ def are_shared(parameters: Iterable[torch.Tensor], group_name: str) -> None:
         _groups[parameter] = group_name
 
 
+def roots(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
+    """The nodes that a backward from `outputs` begins with."""
+    for output in outputs:
+        if isinstance(output, GradientEdge):
+            yield output.node
+        elif output.requires_grad:
+            yield get_gradient_edge(output).node
+
+
 @contextmanager
 def completed(outputs: Iterable[torch.Tensor | GradientEdge], inputs: Iterable[Any]) -> Iterator[None]:
     """Inside, a backward from `outputs` that takes the gradients of `inputs` gives those of shared parameters complete."""
-    by_group: dict[str, list[torch.Tensor]] = {}
+    by_group: dict[str, dict[int, torch.Tensor]] = {}  # each once, by its id
     for tensor in inputs:
         if isinstance(tensor, torch.Tensor) and tensor.is_leaf and (name := _groups.get(tensor)) is not None:
-            parameters = by_group.setdefault(name, [])
-            if all(tensor is not other for other in parameters):
-                parameters.append(tensor)
+            by_group.setdefault(name, {})[id(tensor)] = tensor
     with ExitStack() as hooks:
         taken = [
-            _C.CapturedGradients(parameters, name, share_gradient, is_cut_backward)
+            _C.CapturedGradients(list(parameters.values()), name, share_gradient, is_cut_backward)
             for name, parameters in by_group.items()
         ]
-        for output in outputs if taken else ():
-            if isinstance(output, torch.Tensor) and output.grad_fn is None:
-                continue
-            node = (output if isinstance(output, GradientEdge) else get_gradient_edge(output)).node
+        for node in roots(outputs) if taken else ():
             for each in taken:
                 hooks.callback(node.register_prehook(lambda _, begin=each.begin: begin()).remove)
         yield

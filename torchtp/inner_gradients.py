@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtp._compile import leave_eager
-from torchtp.captured_gradients import completed
+from torchtp.captured_gradients import completed, roots
 from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather, whole_gradient
@@ -52,12 +52,7 @@ def _hook(mesh: DeviceMesh, grad: torch.Tensor) -> torch.Tensor:
 
 def _nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
     """What a backward from there goes through, in an order that is the same on all ranks."""
-    edges = (
-        output if isinstance(output, GradientEdge) else get_gradient_edge(output)
-        for output in outputs
-        if isinstance(output, GradientEdge) or output.requires_grad
-    )
-    nodes = [edge.node for edge in edges]
+    nodes = list(roots(outputs))
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
@@ -109,7 +104,9 @@ def _install() -> None:
             mesh = _mesh_of((*outputs, *args[0], *grads)) if now is None else now[0]
             return grads if mesh is None else tuple(_mean(mesh, grad) for grad in grads)
         if now is None:
-            with completed(outputs, () if kwargs.get("accumulate_grad") else args[3]):
+            if kwargs.get("accumulate_grad"):
+                return theirs(outputs, *args, **kwargs)
+            with completed(outputs, args[3]):
                 return theirs(outputs, *args, **kwargs)
         mesh, parameters = now
         with ExitStack() as hooks:

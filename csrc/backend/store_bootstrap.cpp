@@ -102,7 +102,7 @@ std::chrono::milliseconds StoreBootstrap::left() const {
 }
 
 void StoreBootstrap::wait_for(int rank) {
-  const Deadline deadline = end_.value_or(Deadline(timeout_));
+  const Deadline deadline(left());
   std::optional<Deadline> stall(stall_);
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
@@ -187,13 +187,13 @@ void StoreBootstrap::handle_signals() {
 void StoreBootstrap::read_why_others_gave_up() {
   if (!store_->has(prefix_ + kGaveUp)) return;
   const std::string why = store_->get(prefix_ + kGaveUp);
+  over_ = true;
   let_others_hear();
   throw Error(why);
 }
 
 // Rank 0 mostly serves the store, which ends with it.
 void StoreBootstrap::let_others_hear() {
-  over_ = true;
   try {
     int64_t heard = store_->add(prefix_ + kHeard, 1);
     const Deadline deadline(kLongestHearing);
@@ -226,13 +226,13 @@ std::string StoreBootstrap::ended() const {
 }
 
 void StoreBootstrap::give_up(const std::string& why) {
+  over_ = true;
   tell(why);
   try {
     read_why_others_gave_up();
   } catch (const StoreError&) {
     // Then nobody hears of the others.
   }
-  over_ = true;
   throw Error(why);
 }
 

@@ -132,14 +132,12 @@ class Connecting {
     Fd socket = Fd::tcp_socket(address.family());
     prepare(socket);
     if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS)
-      unreachable<Unreachable>(line.peer, errno);
+      throw Unreachable(cannot_connect(line.peer, errno));
     candidates_.push_back({std::move(socket), line, false});
   }
 
-  template <typename Kind = Error>
-  [[noreturn]] void unreachable(int peer, int error) const {
-    throw Kind(
-        cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy));
+  std::string cannot_connect(int peer, int error) const {
+    return cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy);
   }
 
   // Of those this rank called. False when nothing more is to be heard of it.
@@ -150,12 +148,13 @@ class Connecting {
       int error = 0;
       socklen_t length = sizeof(error);
       getsockopt(candidate.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error != 0) unreachable<Unreachable>(peer, error);
+      if (error != 0) throw Unreachable(cannot_connect(peer, error));
       candidate.connected = true;
-      if (!say(candidate.socket, Hello{kMagic, rank_, peer, candidate.line.use, known.token})) unreachable(peer, errno);
+      const Hello hello{kMagic, rank_, peer, candidate.line.use, known.token};
+      if (!say(candidate.socket, hello)) throw Error(cannot_connect(peer, errno));
       return true;
     }
-    if (!hear(candidate, kTokenLength)) unreachable(peer, ECONNRESET);
+    if (!hear(candidate, kTokenLength)) throw Error(cannot_connect(peer, ECONNRESET));
     if (candidate.num_heard < kTokenLength) return true;
     Token answer;
     std::memcpy(answer.data(), candidate.heard.data(), answer.size());
