@@ -27,6 +27,7 @@ constexpr char kHeard[] = "/heard why";
 constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLastPause = std::chrono::milliseconds(10);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
+constexpr auto kLongestDying = std::chrono::milliseconds(50);  // from the end of a process's connections to its own
 constexpr auto kLongestHearing = std::chrono::milliseconds(30);  // of what each rank looks for every kBetweenLooks
 
 // What is wrong with it is said where all ranks hear it: when the group is made.
@@ -212,10 +213,9 @@ int64_t StoreBootstrap::num_present() const {
   return count;
 }
 
-// A process that dies closes its connections a little before it can be seen to have died.
 std::string StoreBootstrap::ended() const {
   std::string text;
-  const Deadline end_of_looking(kBetweenLooks);
+  const Deadline end_of_looking(kLongestDying);
   while ((watched_ || before_.presence) && text.empty() && !end_of_looking.passed()) {
     for (int rank = 0; rank < size_; ++rank) {
       if (presence(rank) != shm::Presence::kThere) text += cat("; rank ", names_[rank], " has ended");
