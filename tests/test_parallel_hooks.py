@@ -113,6 +113,58 @@ def test_hooks_that_change_a_gradient(axes, hook, num_accumulated, set_to_none):
     run_ranks(_train_clamped, torch.Size(axes.values()).numel(), axes, hook, set_to_none, num_accumulated)
 
 
+class _Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = _network()
+
+    def encode(self, images):
+        return self.layers[:4](images)
+
+    def forward(self, images):
+        return self.layers[4:](self.encode(images))
+
+
+def _kept_by_a_hook(model, images):
+    kept = []
+    handle = model.layers[3].register_forward_hook(lambda module, images, output: kept.append(output))
+    model(images)
+    handle.remove()
+    return kept[0]
+
+
+def _of_a_method(model, images):
+    model(images)
+    return model.encode(images)
+
+
+def _train_on_features(axes, features):
+    layout = make_layout(axes)
+    torch.manual_seed(0)
+    single = _Encoder()
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full")
+    seen, wanted = {}, {}
+    _hook_all(single, _clamp, wanted)
+    _hook_all(model, _clamp, seen)
+    for step in range(3):
+        whole, mine = _images(step, layout)
+        features(single, whole).square().mean().backward()
+        features(model, mine).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+        if step == 0:  # the next ones are added up
+            single.zero_grad()
+            model.zero_grad()
+    assert len(wanted["layers.0.weight"]) == 3
+    torch.testing.assert_close(seen, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("features", [_kept_by_a_hook, _of_a_method])
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "w": 2}], ids=str)
+def test_hooks_in_a_backward_that_passes_no_output(axes, features):
+    run_ranks(_train_on_features, torch.Size(axes.values()).numel(), axes, features)
+
+
 class _Branches(nn.Module):
     def __init__(self):
         super().__init__()

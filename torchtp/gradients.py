@@ -55,7 +55,7 @@ class GradientReducer:
     ones; a parameter without gradient on some ranks counts as zero there, and keeps `grad` None if it has none anywhere.
 
     Post-accumulate hooks of parameters run at the end of a backward that reduces, on the mean; `Tensor.register_hook`'s as
-    well where the outputs that backward starts from are watched (`watch`), else on what this rank adds.
+    well once an output has been watched (`watch`), else on what this rank adds.
 
     Raises ValueError on every rank if the ranks' parameters or options differ, there are none or one is no leaf, TypeError on
     every rank for a DTensor, a sparse parameter or what is none. `backward()` raises if a gradient cannot be reduced or if the

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "gradients/hooks.h"
+
 namespace torchtp::gradients {
 namespace {
 
@@ -31,29 +33,40 @@ at::Tensor made_plain(const OwnHook& hook, const at::Tensor& gradient) {
 }
 
 std::unique_ptr<HeldHooks> HeldHooks::of(const at::Tensor& parameter, bool of_gradient, const OwnHook& own_hook) {
-  OfGradient& hooks = torch::autograd::impl::hooks(parameter);
-  const bool has_of_gradient =
-      of_gradient && !hooks.empty() && !(own_hook.is_alone_on && own_hook.is_alone_on(parameter));
+  auto& hooks = torch::autograd::impl::hooks(parameter);
+  const auto is_of_others = [](const auto& hook) { return !is_of_listener(*hook); };
+  const bool has_of_gradient = of_gradient && std::any_of(hooks.begin(), hooks.end(), is_of_others) &&
+                               !(own_hook.is_alone_on && own_hook.is_alone_on(parameter));
   if (!has_of_gradient && !torch::autograd::impl::post_acc_grad_hooks(parameter)) return nullptr;
   auto held = std::make_unique<HeldHooks>(parameter);
   const at::Tensor& own = parameter.grad();
   held->had_gradient_ = own.defined();
   if (has_of_gradient) {
     if (own.defined()) held->before_ = own.detach().clone();
-    held->of_gradient_ = std::exchange(hooks, {});
-    hooks.push_back(std::make_unique<StandIn>(own_hook));
-    held->stand_in_ = hooks.back().get();
+    for (auto& hook : hooks) {
+      if (is_of_others(hook)) held->take(hook, std::make_unique<StandIn>(own_hook));
+    }
   }
   held->after_accumulation_ = std::exchange(torch::autograd::impl::post_acc_grad_hooks(parameter), nullptr);
   return held;
 }
 
+void HeldHooks::take(std::unique_ptr<Hook>& hook, std::unique_ptr<Hook> stand_in) {
+  of_gradient_.emplace_back(stand_in.get(), std::exchange(hook, std::move(stand_in)));
+}
+
 void HeldHooks::put_back() {
-  OfGradient& hooks = torch::autograd::impl::hooks(parameter_);
-  const auto is_stand_in = [this](const auto& hook) { return hook.get() == stand_in_; };
-  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_stand_in), hooks.end());
-  stand_in_ = nullptr;
-  for (auto& hook : std::exchange(of_gradient_, {})) hooks.push_back(std::move(hook));
+  auto& hooks = torch::autograd::impl::hooks(parameter_);
+  for (auto& held : std::exchange(of_gradient_, {})) {
+    const Hook* const stand_in = held.first;
+    const auto place =
+        std::find_if(hooks.begin(), hooks.end(), [stand_in](const auto& hook) { return hook.get() == stand_in; });
+    if (place != hooks.end()) {
+      *place = std::move(held.second);
+    } else {
+      hooks.push_back(std::move(held.second));  // Python has made a new table of hooks
+    }
+  }
   if (after_accumulation_) torch::autograd::impl::post_acc_grad_hooks(parameter_) = std::move(after_accumulation_);
 }
 

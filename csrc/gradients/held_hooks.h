@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace torchtp::gradients {
@@ -38,14 +39,15 @@ class HeldHooks {
   void run();
 
  private:
-  using OfGradient = std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>;
+  using Hook = torch::autograd::FunctionPreHook;
 
+  void take(std::unique_ptr<Hook>& hook, std::unique_ptr<Hook> stand_in);
   void put_back();
   void run_of_gradient();
 
   const at::Tensor parameter_;
-  OfGradient of_gradient_;
-  const torch::autograd::FunctionPreHook* stand_in_ = nullptr;
+  // Each with what stands in its place: autograd may be at the hooks of this very parameter, so they stay as many.
+  std::vector<std::pair<const Hook*, std::unique_ptr<Hook>>> of_gradient_;
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> after_accumulation_;
   at::Tensor before_;  // what the gradient was, for hooks of what was added to it
   bool had_gradient_ = false;

@@ -14,6 +14,14 @@ namespace {
 
 using torch::autograd::variable_list;
 
+// Whether the backward that runs adds to the gradient; torch.autograd.grad() does not.
+bool is_needed(const torch::autograd::Node* accumulator) {
+  const auto* planned = torch::autograd::get_current_graph_task_exec_info();
+  if (!planned || planned->empty()) return true;  // a plain backward(): everything it reaches
+  const auto found = planned->find(const_cast<torch::autograd::Node*>(accumulator));
+  return found != planned->end() && found->second.needed_;
+}
+
 class BeforeAccumulation : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeAccumulation(std::weak_ptr<Listener> listener) : listener_(std::move(listener)) {}
@@ -24,6 +32,26 @@ class BeforeAccumulation : public torch::autograd::FunctionPreHook {
 
  private:
   std::weak_ptr<Listener> listener_;
+};
+
+class BeforeHooks : public torch::autograd::FunctionPreHook {
+ public:
+  BeforeHooks(std::weak_ptr<Listener> listener, const torch::autograd::Node* accumulator)
+      : listener_(std::move(listener)), accumulator_(accumulator) {}
+  variable_list operator()(const variable_list& gradients) override {
+    const auto node = torch::autograd::get_current_node();  // none where held hooks are run, after accumulation
+    if (node.get() != accumulator_ || !is_needed(accumulator_)) return gradients;
+    if (const auto listener = listener_.lock()) listener->before_accumulation();
+    return gradients;
+  }
+  bool is_over() const { return listener_.expired(); }
+  bool tells(const std::weak_ptr<Listener>& listener, const torch::autograd::Node* accumulator) const {
+    return listener_.lock() == listener.lock() && accumulator_ == accumulator;
+  }
+
+ private:
+  const std::weak_ptr<Listener> listener_;
+  const torch::autograd::Node* const accumulator_;
 };
 
 class AfterAccumulation : public torch::autograd::FunctionPostHook {
@@ -95,6 +123,23 @@ Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_pt
   return accumulator;
 }
 
+void listen_first(const at::Tensor& parameter, const Accumulator& accumulator,
+                  const std::weak_ptr<Listener>& listener) {
+  auto& hooks = torch::autograd::impl::hooks(parameter);
+  bool is_there = hooks.empty();
+  const auto is_over = [&](const auto& hook) {
+    const auto* const ours = dynamic_cast<const BeforeHooks*>(hook.get());
+    is_there = is_there || (ours && ours->tells(listener, accumulator.get()));
+    return ours && ours->is_over();
+  };
+  hooks.erase(std::remove_if(hooks.begin(), hooks.end(), is_over), hooks.end());
+  if (!is_there) hooks.insert(hooks.begin(), std::make_unique<BeforeHooks>(listener, accumulator.get()));
+}
+
+bool is_of_listener(const torch::autograd::FunctionPreHook& hook) {
+  return dynamic_cast<const BeforeHooks*>(&hook) != nullptr;
+}
+
 bool listen_last(const Accumulator& accumulator, const Listener* listener) {
   auto& hooks = accumulator->post_hooks();
   if (hooks.size() == 1) return true;
@@ -127,13 +172,8 @@ void listen_to_output(const at::Tensor& output, const std::weak_ptr<Listener>& l
 }
 
 bool accumulates_into(const std::vector<Accumulator>& accumulators) {
-  const auto* planned = torch::autograd::get_current_graph_task_exec_info();
-  if (!planned || planned->empty()) return true;  // a plain backward(): everything it reaches
-  for (const Accumulator& accumulator : accumulators) {
-    const auto found = planned->find(accumulator.get());
-    if (found != planned->end() && found->second.needed_) return true;
-  }
-  return false;
+  return std::any_of(accumulators.begin(), accumulators.end(),
+                     [](const Accumulator& accumulator) { return is_needed(accumulator.get()); });
 }
 
 int current_backward() { return torch::autograd::get_current_graph_task_id(); }

@@ -35,6 +35,12 @@ bool may_train(const at::Tensor& parameter);
 Accumulator listen(const at::Tensor& parameter, size_t index, const std::weak_ptr<Listener>& listener,
                    const Accumulator& before);
 
+// Has the listener told before the hooks of the parameter's gradient, if there are any, see one that is about to be
+// added. They may be taken off then, each put something else in place of: not its number changed. To be called again
+// when Python has made its table of hooks, which throws away those of C++.
+void listen_first(const at::Tensor& parameter, const Accumulator& accumulator, const std::weak_ptr<Listener>& listener);
+bool is_of_listener(const torch::autograd::FunctionPreHook& hook);
+
 // Before anything is added: has the listener told after all other hooks of the accumulator, which may read the gradient
 // (DistributedDataParallel's do). False where another listener hears of it too, and is at work.
 bool listen_last(const Accumulator& accumulator, const Listener* listener);

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "gradients/agreement.h"
 #include "gradients/moves.h"
@@ -124,6 +125,7 @@ void Reducer::listen_to_parameters() {
     Parameter& parameter = parameters_[index];
     if (!may_train(parameter.tensor)) continue;
     parameter.accumulator = listen(parameter.tensor, index, weak_from_this(), parameter.accumulator);
+    if (watches_) listen_first(parameter.tensor, parameter.accumulator, weak_from_this());
   }
 }
 
@@ -143,7 +145,8 @@ void Reducer::watch(const at::Tensor& output) {
   if (collective_.size() == 1) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    watches_ = true;
+    const bool watched_before = std::exchange(watches_, true);
+    if (!watched_before) listen_to_parameters();
   }
   listen_to_output(output, weak_from_this());
 }

@@ -32,9 +32,9 @@ namespace torchtp::gradients {
 //  - A backward that throws starts its remaining buckets with the mark "failed", so that no rank waits for ever; ranks
 //    whose own backward did not throw raise then. It is waited for before anything is added to a gradient again.
 //  - Hooks of users on parameters are held back and run at the end, in the order in which gradients came, on what all
-//    ranks hold then: an optimizer that steps in backward, a clamp. Hooks of what is added (Tensor.register_hook) run
-//    before the first message of a pass; only where outputs are watched does it begin before any of them, and after
-//    local backwards, or where derivatives of the gradient are taken, what is added alone is not known.
+//    ranks hold then: an optimizer that steps in backward, a clamp. Hooks of what is added (Tensor.register_hook) only
+//    where outputs are watched, else the pass begins after those of the first parameter; after local backwards, or
+//    where derivatives of the gradient are taken, what is added alone is not known.
 class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
  public:
   // Throws TypeError or ValueError for what no reducer can be made of. Local: who calls it tells the other ranks.
