@@ -1,6 +1,7 @@
 """Parameters that stay plain meet cut activations in every way models use them; gradients obey the mean rule."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import torchtp
 from torchtp.lazy import Lazy
+from torchtp.parallel import is_parallelized
 from torchtp.testing import run_ranks
 
 SHAPE = (2, 4, 5, 7)
@@ -331,6 +333,24 @@ def _parametrizations_are_removed():
         torch.testing.assert_close(model.state_dict()[name], value)
     with torch.no_grad():
         torch.testing.assert_close(model(images), single(images))
+
+
+def _pickled():
+    model = torchtp.parallelize(nn.Sequential(LayerScale(), nn.ReLU()), make_layout({"w": 2}))
+    part = pickle.loads(pickle.dumps(model[0]))
+    copied = copy.deepcopy(torchtp.parallelize(LayerScale(), make_layout({"w": 2})))
+    with pytest.raises(TypeError) as children:
+        pickle.dumps(model)
+    with pytest.raises(TypeError) as own_parameters:
+        pickle.dumps(copied)
+    same = torch.equal(part.gamma, model[0].gamma) and isinstance(part, LayerScale) and is_parallelized(copied)
+    return same, str(children.value), str(own_parameters.value)
+
+
+def test_a_part_can_be_pickled_and_of_the_whole_the_error_says_what_to_save():
+    for same, *messages in run_ranks(_pickled, 2):
+        assert same
+        assert all("can't be pickled: save its state_dict()" in message for message in messages)
 
 
 def test_parametrizations_can_be_removed_again():

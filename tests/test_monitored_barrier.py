@@ -63,7 +63,7 @@ def test_gloo_answers_to_the_same_call():
 
 def _impatient():
     messages = []
-    for timeout in (-1, 0.0, datetime.timedelta(seconds=-2)):
+    for timeout in (-1, 0.0, datetime.timedelta(seconds=-2), float("nan")):
         try:
             torchtp.monitored_barrier(timeout=timeout)
         except ValueError as error:
@@ -75,5 +75,5 @@ def _impatient():
 def test_a_timeout_is_positive():
     for messages in run_ranks(_impatient, 2, backend="torchtp"):
         assert [text.split(":")[1] for text in messages] == [
-            f" timeout must be positive, not {s} s" for s in (-1, 0, -2)
+            f" timeout must be positive, not {s} s" for s in (-1, 0, -2, "nan")
         ]

@@ -161,12 +161,13 @@ def monitored_barrier(
     if timeout is None:
         group.monitored_barrier(wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
         return
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if not seconds > 0:
+        raise ValueError(
+            f"monitored_barrier: timeout must be positive, not {seconds:g} s: leave it out for the group's"
+        )
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=timeout)
-    if timeout <= datetime.timedelta(0):
-        raise ValueError(
-            f"monitored_barrier: timeout must be positive, not {timeout.total_seconds():g} s: leave it out for the group's"
-        )
     group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
 

@@ -160,6 +160,7 @@ class GradientReducer:
         return Statistics(**self._reducer.statistics())  # type: ignore[arg-type]
 
     def reset_statistics(self) -> None:
+        """Begin counting anew."""
         self._reducer.reset_statistics()
 
     @property

@@ -156,8 +156,7 @@ class Remade:
     _torchtp_made_by: tuple[Callable[..., type], tuple[Any, ...]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        make, arguments = self._torchtp_made_by
-        return _new, (make, *arguments), super().__reduce_ex__(2)[2]
+        return _new, _recipe(self._torchtp_made_by), super().__reduce_ex__(2)[2]
 
 
 class _Prepared(Remade):
@@ -204,9 +203,22 @@ def _prepared(base: type, names: tuple[str, ...]) -> type:
     return remade(base, (_Prepared,), {name: alias(name) for name in names}, _prepared, names)
 
 
-def _new(make: Callable[..., type], base: type, *arguments: Any) -> Any:
-    made = make(base, *arguments)
-    return cast(Any, made).__new__(made)
+def _recipe(made_by: tuple[Callable[..., type], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What `made_by` says, down to a class that another process finds by its name."""
+    make, (base, *arguments) = made_by
+    return make, _recipe(base._torchtp_made_by) if "_torchtp_made_by" in vars(base) else base, *arguments
+
+
+def _made(recipe: Any) -> Any:
+    if isinstance(recipe, type):
+        return recipe
+    make, base, *arguments = recipe
+    return make(_made(base), *arguments)
+
+
+def _new(*recipe: Any) -> Any:
+    made = _made(recipe)
+    return made.__new__(made)
 
 
 def alias(name: str) -> property:

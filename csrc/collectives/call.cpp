@@ -89,9 +89,11 @@ std::string describe_contents(const Contents& contents) {
 std::string describe(const shm::Fingerprint& print, const std::string& label) {
   if (print.kind == shm::kMaking) return "the making of the group";
   const auto kind = static_cast<Kind>(print.kind);
+  if (kind == Kind::kRefused)
+    return cat("call #", print.sequence, ", which it refused itself (its own error says why)");
   std::string details;
   const auto add = [&](const std::string& detail) { details += (details.empty() ? "" : ", ") + detail; };
-  if (kind != Kind::kRefused && kind != Kind::kBarrier) {
+  if (kind != Kind::kBarrier) {
     if (print.reduce_op != kNoReduceOp) add(name_of(static_cast<ReduceOp>(print.reduce_op)));
     add(short_name(static_cast<c10::ScalarType>(print.dtype)));
     if (kind != Kind::kAlltoall) add(grouped(print.count) + " elements");

@@ -118,7 +118,8 @@ def DistributedOptimizer(
 
 
 def _check_options(op: str, gradient_predivide_factor: float, sparse_as_dense: bool, process_set: Any) -> None:
-    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1 and op != Average):
+    is_number = isinstance(gradient_predivide_factor, (int, float))
+    if not is_number or not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1 and op != Average):
         raise ValueError(
             "DistributedOptimizer: gradient_predivide_factor is positive, and not 1 only with op Average, but it is "
             f"{gradient_predivide_factor!r} with {op}"
