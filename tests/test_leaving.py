@@ -147,15 +147,15 @@ def test_a_part_is_taken_audibly():
     run_ranks(part, 2)
 
 
-def penalty(make):
+def penalty(make, output):
     layout = make_layout({"w": 2})
     torch.manual_seed(4)
     single = make().double()
-    model = torchtp.parallelize(copy.deepcopy(single), layout, output="full")
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output=output)
     results = []
     for each in (model, single):
         image = torch.linspace(-1, 1, 280, dtype=torch.float64).reshape(SHAPE).requires_grad_()
-        (gradient,) = torch.autograd.grad(each(image).square().sum(), image, create_graph=True)
+        (gradient,) = torch.autograd.grad(whole(each(image)).square().sum(), image, create_graph=True)
         F.silu(gradient).sum().backward()
         results.append(image.grad)
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
@@ -165,9 +165,60 @@ def penalty(make):
         )
 
 
+@pytest.mark.parametrize("output", ["full", "dtensor"])
 @pytest.mark.parametrize("make", [Head, Taken], ids=lambda make: make.__name__)
-def test_second_derivative_through_a_whole_activation(make):
-    run_ranks(penalty, 2, make)
+def test_second_derivative_through_a_whole_activation(make, output):
+    run_ranks(penalty, 2, make, output)
+
+
+class Heat(nn.Module):
+    """A cut image, and what every rank holds; their last ops keep what they give for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(4, 3, 3, padding=1), nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return x, self.linear(x.exp().mean((2, 3))).square()
+
+
+class Painted(Heat):
+    """Written in place where forward takes it whole."""
+
+    def forward(self, x):
+        x, vector = super().forward(x)
+        x, vector = whole(x), whole(vector)
+        x.mul_(2).clamp_(-1, 1)
+        vector[:, 0] = vector[:, 0].sigmoid()
+        return x, vector
+
+
+def written(axes, make, output):
+    layout = make_layout(axes)
+    torch.manual_seed(5)
+    single = make().double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output=output)
+    image = torch.randn(SHAPE, dtype=torch.float64)
+    gradients = []
+    for each in (model, single):
+        heat, vector = each(image)
+        if output != "local" and each is model:
+            heat, vector = layout.full(heat), whole(vector)
+        heat.mul_(3).add_(1)
+        heat[:, :2] = heat[:, :2].sigmoid()
+        vector *= 20
+        (heat.sum() + vector.sin().sum()).backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    return gradients
+
+
+@pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "w": 1}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("output", ["full", "dtensor", "local"])
+@pytest.mark.parametrize("make", [Heat, Painted])
+def test_plain_outputs_can_be_written_in_place(make, output, axes):
+    for gradients in run_ranks(written, torch.Size(axes.values()).numel(), axes, make, output):
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10)
 
 
 def printed():

@@ -139,7 +139,7 @@ WAYS = [
 
 
 def _taken_of(axes, take, reduce):
-    layout, single, model = _networks(axes, output="full", reduce=reduce)
+    layout, single, model = _networks(axes, reduce=reduce)
     for step in range(2):
         images = _images(step, layout)
         given = layout.shard(images) if take is _of_method else images
@@ -148,7 +148,6 @@ def _taken_of(axes, take, reduce):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# Whole by the layout: torch 2.11 can't derive DTensor's own full_tensor() twice.
 @pytest.mark.parametrize("reduce", [True, False])
 @pytest.mark.parametrize("take", WAYS, ids=lambda take: take.__name__.strip("_"))
 def test_gradients_that_are_taken_past_the_output(take, reduce):
@@ -156,7 +155,7 @@ def test_gradients_that_are_taken_past_the_output(take, reduce):
 
 
 def _penalize(axes):
-    layout, single, model = _networks(axes, output="full")
+    layout, single, model = _networks(axes)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (single, model)]
     for step in range(3):
         images = _images(step, layout)

@@ -14,7 +14,7 @@ from torchtp.agreement import Described
 from torchtp.arguments import Arguments
 from torchtp.dtensor.moving import Recut
 from torchtp.dtensor.upstream import local_of, make_dtensor, plain_shard, spec_of
-from torchtp.dtensor.whole import Gather, Given, told_format
+from torchtp.dtensor.whole import Gather, Given, told_format, writable
 from torchtp.layout import Layout
 from torchtp.samples import Samples, samples_of
 
@@ -94,11 +94,11 @@ class Images:
             if not isinstance(leaf, DTensor):
                 return lazy.unwrap(leaf)
             if self._output == "full":
-                return Gather.apply(leaf)
+                return writable(Gather.apply(leaf))
             leaf = self._cut_as_images(leaf, images)
             if self._output == "local":
                 whole = tuple(Replicate() if isinstance(place, Partial) else place for place in leaf.placements)
-                return (leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local()
+                return writable((leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local())
             return leaf
 
         leaves, structure = pytree.tree_flatten(outputs)

@@ -18,7 +18,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.notice import running_module
 from torchtp.dtensor.spatial import is_marked, on_first_mark
-from torchtp.dtensor.whole import Whole
+from torchtp.dtensor.whole import Gather, Whole, writable
 from torchtp.running import is_running
 
 
@@ -26,10 +26,10 @@ class PartWarning(UserWarning):
     """A model works on a rank's part of a cut activation as a plain tensor; gradients of parameters are not exact."""
 
 
-def _inside(tensor: DTensor) -> bool:
+def _is_recorded(tensor: DTensor) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not tensor.requires_grad:
         return False
-    if not is_running() or not is_marked(tensor.device_mesh):
+    if not is_marked(tensor.device_mesh):
         return False
     caller = sys._getframe(2).f_globals["__name__"]
     return not caller.startswith("torch.distributed.")  # derivatives of DTensor itself
@@ -66,20 +66,20 @@ def _values(tensor: DTensor, method: str) -> torch.Tensor:
 
 
 def _install() -> None:
-    """Have DTensor's methods heed the mean rule while a parallelized forward runs; elsewhere they are as before."""
+    """Have DTensor's methods heed the mean rule while a parallelized forward runs, and give what may be written in place."""
     full_tensor, to_local = DTensor.full_tensor, DTensor.to_local
 
     @functools.wraps(full_tensor)
     def exact_full_tensor(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not args and not kwargs and _inside(self):
-            return Whole.apply(self)
-        return full_tensor(self, *args, **kwargs)
+        if args or kwargs or not _is_recorded(self):
+            return full_tensor(self, *args, **kwargs)
+        return writable((Whole if is_running() else Gather).apply(self))
 
     @functools.wraps(to_local)
     def audible_to_local(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not args and not kwargs and _inside(self):
+        if not args and not kwargs and is_running() and _is_recorded(self):
             if not any(isinstance(placement, (Shard, Partial)) for placement in self.placements):
-                return Whole.apply(self)
+                return writable(Whole.apply(self))
             _say_part(self)
         return to_local(self, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, plain_cuts
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, local_of
 from torchtp.dtensor.wrapping import Function, dense_stride, on_mesh, wrap
 
 
@@ -27,6 +27,17 @@ class Cut(Function):
         return Gather.apply(on_mesh(grad, ctx.mesh)), None, None
 
 
+def _whole_of(tensor: DTensor) -> torch.Tensor:
+    """Another tensor object than the DTensor's own, for autograd writes on what a Function returns."""
+    whole, own = full_of(tensor), local_of(tensor)
+    return whole.view_as(whole) if whole.untyped_storage()._cdata == own.untyped_storage()._cdata else whole
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it is a view that a Function has returned: PyTorch refuses to write such a one in place."""
+    return tensor.clone() if tensor.requires_grad and tensor._is_view() else tensor
+
+
 class Gather(Function):
     """The whole on every rank; so is its gradient."""
 
@@ -34,8 +45,7 @@ class Gather(Function):
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh = tensor.device_mesh
         ctx.placements = plain_cuts(tensor.placements)
-        whole = full_of(tensor)
-        return whole.view_as(whole)
+        return _whole_of(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -48,8 +58,7 @@ class Whole(Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh = tensor.device_mesh
-        whole = full_of(tensor)
-        return whole.view_as(whole)
+        return _whole_of(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
