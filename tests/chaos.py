@@ -291,7 +291,8 @@ def judge(trial, diary, spoke, latencies):
             named = named or re.search(rf"lost the connection to rank {trial.victim}\b", error) is not None
             # Alone on its host and not yet connected, it could be missed by nobody before the deadline.
             alone = trial.places.count(trial.places[trial.victim]) == 1
-            named = named or (victim_phase == 0 and alone and f"rank {trial.victim} did not come" in error)
+            unseen = re.search(rf"rank {trial.victim} did not (come|go on)\b", error) is not None
+            named = named or (victim_phase == 0 and alone and unseen)
         elif victim_phase == 0 and not spoke:
             named = named or f"rank {trial.victim} did not come to the creation" in error
         elif victim_phase > 0:
@@ -299,7 +300,8 @@ def judge(trial, diary, spoke, latencies):
             causes.add(error)
         if not named:
             wrong.append(f"rank {rank} does not name rank {trial.victim} and the call")
-        what = UNKNOWN if "did not come to the creation" in error else PHASES[trial.phase]
+        is_unknown = re.search(r"did not (come to|go on with) the creation", error)
+        what = UNKNOWN if is_unknown else PHASES[trial.phase]
         latencies[what].append((raised_at - blow_at) / 1e6)
     if num_raised and not killed:
         wrong.append("somebody raised")

@@ -88,7 +88,7 @@ def only_make(rank, size, store):
 
 
 def at_last_get(store, size, then):
-    return Store(store, at_call(WORDS * (size - 1), "get", then))
+    return Store(store, at_call(WORDS * size, "get", then))
 
 
 def _dies_with_all_but_its_last_answer(rank, port):
@@ -139,6 +139,37 @@ def test_a_store_that_is_lost_over_the_last_answer_is_not_the_error():
     ((first, _, last),) = run_ranks(_store_lost_over_the_last_answer, 1, backend=None)
     assert first == last
     assert "rank 1 died (its process is gone) while rank 0 waited in the making of the group" in first
+
+
+def _hears_late(rank, port, wrong):
+    """Rank 0 serves the store, whose answers come late to rank 1, as over a long line; so does rank 0's end."""
+    if rank in wrong:
+        os.environ["TORCHTP_STALL_SECONDS"] = "soon"
+    meeting = client(port, *wrong)
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("server", f"{server.port} {os.getpid()}")
+        meeting.wait(["rank 1 is here", "rank 2 is here"])
+        return only_make(rank, 3, dist.PrefixStore("", server))
+    served_at, served_by = map(int, meeting.get("server").split())
+    process = os.pidfd_open(served_by)
+    store = client(served_at)
+    if rank == 1:
+        store = Store(store, lambda called: select.select([process], [], [], 0.1))
+    meeting.set(f"rank {rank} is here", "")
+    return only_make(rank, 3, store)
+
+
+def _mistakes_heard_late():
+    with served_store() as (_, port):
+        return [forked(3, _hears_late, port, wrong) for wrong in ([0, 1, 2], [0], [1])]
+
+
+def test_a_mistake_is_heard_by_all_before_rank_0_ends_with_the_store():
+    (cases,) = run_ranks(_mistakes_heard_late, 1, backend=None, timeout=120)
+    for errors in cases:
+        assert len(set(errors)) == 1, errors
+        assert "TORCHTP_STALL_SECONDS must be a positive number of seconds, not 'soon'" in errors[0]
 
 
 class Last(Store):

@@ -56,7 +56,7 @@ Connections connect_hosts(StoreBootstrap& bootstrap, const std::vector<int>& her
         (line.use == kMail ? made.mail : made.streams)[line.peer] = std::move(socket);
       }
     } catch (const net::Unreachable& error) {
-      bootstrap.tell_of_failure(cat("rank ", bootstrap.rank(), " ", kNoHosts, ": ", error.what()));
+      bootstrap.tell_of_failure(cat("rank ", bootstrap.rank(), " ", kNoHosts, ": ", error.what()), error.peer());
       throw;
     }
     return std::string();

@@ -55,9 +55,17 @@ std::string PatientStore::get(const std::string& key) {
   return {found->begin(), found->end()};
 }
 
-bool PatientStore::has(const std::string& key) {
+std::vector<std::string> PatientStore::get_all(const std::vector<std::string>& keys) {
+  const auto found = std::make_shared<std::vector<std::string>>();
+  ask([=](c10d::Store& store) {
+    for (const std::vector<uint8_t>& value : store.multiGet(keys)) found->emplace_back(value.begin(), value.end());
+  });
+  return *found;
+}
+
+bool PatientStore::has_all(const std::vector<std::string>& keys) {
   const auto found = std::make_shared<bool>();
-  ask([=](c10d::Store& store) { *found = store.check({key}); });
+  ask([=](c10d::Store& store) { *found = store.check(keys); });
   return *found;
 }
 

@@ -33,7 +33,9 @@ class PatientStore {
   int64_t add(const std::string& key, int64_t value);
   void set(const std::string& key, const std::string& value);
   std::string get(const std::string& key);  // of a key that is there
-  bool has(const std::string& key);
+  std::vector<std::string> get_all(const std::vector<std::string>& keys);
+  bool has(const std::string& key) { return has_all({key}); }
+  bool has_all(const std::vector<std::string>& keys);
 
  private:
   using Step = std::function<void(c10d::Store&)>;

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <numeric>
 #include <optional>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -22,13 +23,14 @@ std::vector<int> numbers(int size) {
 
 constexpr char kGaveUp[] = "/gave up";
 constexpr char kFirst[] = "/first to give up";
-constexpr char kHeard[] = "/heard why";
+constexpr char kHeard[] = "/heard why/";
 
 constexpr auto kFirstPause = std::chrono::microseconds(100);
 constexpr auto kLastPause = std::chrono::milliseconds(10);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
 constexpr auto kLongestDying = std::chrono::milliseconds(50);  // from the end of a process's connections to its own
-constexpr auto kLongestHearing = std::chrono::milliseconds(30);  // of what each rank looks for every kBetweenLooks
+// Of what each rank looks for every kBetweenLooks. As long only where one that has come has died and nobody saw it.
+constexpr auto kLongestHearing = std::chrono::seconds(5);
 
 // What is wrong with it is said where all ranks hear it: when the group is made.
 std::chrono::milliseconds stall() {
@@ -84,15 +86,17 @@ StoreBootstrap StoreBootstrap::among(const std::vector<int>& members) const {
 
 std::vector<std::string> StoreBootstrap::all_gather(const std::string& mine) {
   ++round_;
-  std::vector<std::string> all(size_);
+  std::vector<std::string> all;
   try {
     store_->set(key(rank_), mine);
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank != rank_) wait_for(rank);
-      all[rank] = rank == rank_ ? mine : store_->get(key(rank));
-    }
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < size_; ++rank) keys.push_back(key(rank));
+    wait_for(keys);
+    all = store_->get_all(keys);
   } catch (const StoreError& error) {
-    give_up(cat(error.what(), ended()));  // the ranks that have ended may have served it
+    const std::string why = cat(error.what(), ended());  // the ranks that have ended may have served it
+    end_for_all(why, kNobody);
+    throw shm::MeetingLost(why);
   }
   if (!end_) end_ = Deadline(timeout_);
   return all;
@@ -102,40 +106,56 @@ std::chrono::milliseconds StoreBootstrap::left() const {
   return std::chrono::duration_cast<std::chrono::milliseconds>(end_.value_or(Deadline(timeout_)).left());
 }
 
-void StoreBootstrap::wait_for(int rank) {
-  const Deadline deadline(left());
-  std::optional<Deadline> stall(stall_);
+// Many ranks are far from the store, so all are asked for at once; who is missing is found out where that matters.
+void StoreBootstrap::wait_for(const std::vector<std::string>& keys) {
+  const auto is_gone = [this](int rank) { return presence(rank) != shm::Presence::kThere; };
+  const std::vector<int> all = numbers(size_);
   Deadline next_look(kBetweenLooks);
   std::chrono::microseconds pause = kFirstPause;
-  std::unique_ptr<shm::OutsideWait> wait;
-  while (!store_->has(key(rank))) {
-    look_at(rank, rank);
-    if (next_look.passed()) {
+  std::optional<Awaited> awaited;
+  while (!store_->has_all(keys)) {
+    const bool looks = next_look.passed();
+    if (looks || std::any_of(all.begin(), all.end(), is_gone)) {
+      int rank = awaited ? awaited->rank : 0;
+      while (rank < size_ && store_->has(keys[rank])) ++rank;
+      if (rank == size_) break;
       look_around(rank);
-      handle_signals();
-      next_look = Deadline(kBetweenLooks);
-      if (!wait && before_.wait_for) wait = before_.wait_for(rank);
-      if (const std::string deadlock = wait ? wait->look() : ""; !deadlock.empty()) give_up(deadlock);
-      if (stall && stall->passed()) {
-        stall.reset();
-        report_missing(rank, wait.get());
+      if (!awaited || awaited->rank != rank) {
+        if (awaited) awaited->has_come();
+        awaited = Awaited{rank, Deadline(left()), Deadline(stall_), nullptr};
       }
-    }
-    if (deadline.passed()) {
-      give_up(cat("rank ", names_[rank], " did not come to the creation of the process group within ",
-                  in_words(timeout_), "; rank ", names_[rank_], " waited for it"));
+      handle_signals();
+      if (looks) look_for(*awaited);
+      next_look = Deadline(kBetweenLooks);
     }
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, kLastPause);
   }
-  if (wait) wait->end();
+  if (awaited) awaited->has_come();
+}
+
+// Throws when it has been waited for long enough, or would be for ever.
+void StoreBootstrap::look_for(Awaited& awaited) {
+  const int rank = awaited.rank;
+  if (!awaited.wait && before_.wait_for) awaited.wait = before_.wait_for(rank);
+  const std::string deadlock = awaited.wait ? awaited.wait->look() : "";
+  if (!deadlock.empty()) give_up(deadlock, kNobody);
+  if (awaited.stall && awaited.stall->passed()) {
+    awaited.stall.reset();
+    report_missing(rank, awaited.wait.get());
+  }
+  if (!awaited.deadline.passed()) return;
+  give_up(
+      cat("rank ", names_[rank], has_come() ? " did not go on with" : " did not come to",
+          " the creation of the process group within ", in_words(timeout_), "; rank ", names_[rank_], " waited for it"),
+      rank);
 }
 
 void StoreBootstrap::report_missing(int rank, const shm::OutsideWait* wait) const {
   const std::string line =
-      cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank], " has not come after ",
-          in_words(stall_), "; rank ", names_[rank_], " waits for it, for ", in_words(timeout_), " at most",
-          wait == nullptr ? "" : "; " + wait->describe(), "\n");
+      cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank],
+          has_come() ? " has not gone on after " : " has not come after ", in_words(stall_), "; rank ", names_[rank_],
+          " waits for it, for ", in_words(timeout_), " at most", wait == nullptr ? "" : "; " + wait->describe(), "\n");
   std::fputs(line.c_str(), stderr);
 }
 
@@ -159,9 +179,9 @@ shm::Presence StoreBootstrap::presence(int rank) const {
 void StoreBootstrap::give_up_for(int rank) {
   read_why_others_gave_up();
   if (presence(rank) == shm::Presence::kLeft) {
-    give_up(cat("rank ", names_[rank], " left the default group while another one was being made with it"));
+    give_up(cat("rank ", names_[rank], " left the default group while another one was being made with it"), rank);
   }
-  give_up(cat("rank ", names_[rank], " died (its process is gone) while the group was being made"));
+  give_up(cat("rank ", names_[rank], " died (its process is gone) while the group was being made"), rank);
 }
 
 void StoreBootstrap::look() {
@@ -176,8 +196,9 @@ void StoreBootstrap::handle_signals() {
   try {
     run_signal_handlers();
   } catch (const std::exception& error) {
-    tell(cat("rank ", names_[rank_], " was interrupted by a signal (", error.what(),
-             ") while the group was being made"));
+    tell(
+        cat("rank ", names_[rank_], " was interrupted by a signal (", error.what(), ") while the group was being made"),
+        kNobody);
     *interruption_ = std::current_exception();
     over_ = true;
     throw;
@@ -187,7 +208,9 @@ void StoreBootstrap::handle_signals() {
 // For those who cannot see the reason themselves.
 void StoreBootstrap::read_why_others_gave_up() {
   if (!store_->has(prefix_ + kGaveUp)) return;
-  const std::string why = store_->get(prefix_ + kGaveUp);
+  std::istringstream told(store_->get(prefix_ + kGaveUp));
+  std::string why;
+  std::getline(told >> suspect_ >> std::ws, why, '\0');
   over_ = true;
   let_others_hear();
   throw Error(why);
@@ -196,21 +219,26 @@ void StoreBootstrap::read_why_others_gave_up() {
 // Rank 0 mostly serves the store, which ends with it.
 void StoreBootstrap::let_others_hear() {
   try {
-    int64_t heard = store_->add(prefix_ + kHeard, 1);
+    const auto heard = [this](int rank) { return prefix_ + kHeard + std::to_string(rank); };
+    store_->add(heard(rank_), 1);
+    if (rank_ != 0) return;
+    std::vector<int> others = numbers(size_);
+    const auto drop_if = [&others](const auto& is_done) {
+      others.erase(std::remove_if(others.begin(), others.end(), is_done), others.end());
+    };
+    // Who has not come yet looks first whether it is over.
+    drop_if([this](int rank) { return rank == suspect_ || !store_->has(key(rank, 1)); });
     const Deadline deadline(kLongestHearing);
-    while (rank_ == 0 && heard < num_present() && !deadline.passed()) {
-      std::this_thread::sleep_for(kFirstPause);
-      heard = store_->add(prefix_ + kHeard, 0);
+    std::chrono::microseconds pause = kFirstPause;
+    for (;;) {
+      drop_if([&](int rank) { return presence(rank) != shm::Presence::kThere || store_->has(heard(rank)); });
+      if (others.empty() || deadline.passed()) return;
+      std::this_thread::sleep_for(pause);
+      pause = std::min<std::chrono::microseconds>(2 * pause, kLastPause);
     }
   } catch (const StoreError&) {
     // It has ended before.
   }
-}
-
-int64_t StoreBootstrap::num_present() const {
-  int64_t count = 0;
-  for (int rank = 0; rank < size_; ++rank) count += presence(rank) == shm::Presence::kThere;
-  return count;
 }
 
 std::string StoreBootstrap::ended() const {
@@ -225,34 +253,39 @@ std::string StoreBootstrap::ended() const {
   return text;
 }
 
-void StoreBootstrap::give_up(const std::string& why) {
+void StoreBootstrap::give_up(const std::string& why, int suspect) {
+  end_for_all(why, suspect);
+  throw Error(why);
+}
+
+// Throws what another rank has said before, if one has.
+void StoreBootstrap::end_for_all(const std::string& why, int suspect) {
   over_ = true;
-  tell(why);
+  tell(why, suspect);
   try {
     read_why_others_gave_up();
   } catch (const StoreError&) {
     // Then nobody hears of the others.
   }
-  throw Error(why);
 }
 
 // But where a death may be the cause: that is found when the dead one is waited for.
-void StoreBootstrap::tell_of_failure(const std::string& why) {
-  if (ended().empty()) tell(why);
+void StoreBootstrap::tell_of_failure(const std::string& why, int suspect) {
+  if (ended().empty()) tell(why, suspect);
 }
 
-void StoreBootstrap::tell(const std::string& why) {
+void StoreBootstrap::tell(const std::string& why, int suspect) {
   try {
     if (store_->add(prefix_ + kFirst, 1) > 1) return;
-    store_->set(prefix_ + kGaveUp, why);
+    store_->set(prefix_ + kGaveUp, cat(suspect, " ", why));
     store_->has(prefix_ + kGaveUp);  // TCPStore sends what is set without an answer: who ends now might take it along
   } catch (const StoreError&) {
     // What has failed first matters more.
   }
 }
 
-std::string StoreBootstrap::key(int rank) const {
-  return prefix_ + "/" + std::to_string(round_) + "/" + std::to_string(rank);
+std::string StoreBootstrap::key(int rank, int64_t round) const {
+  return prefix_ + "/" + std::to_string(round) + "/" + std::to_string(rank);
 }
 
 }  // namespace torchtp::backend

@@ -37,12 +37,13 @@ class StoreBootstrap : public shm::Bootstrap {
   std::vector<std::string> all_gather(const std::string& mine) override;
   void watch(std::function<bool(int)> has_died) override { watched_ = std::move(has_died); }
   void read_why_others_gave_up() override;
+  void let_others_hear() override;
   bool is_over() const override { return over_; }
 
   // For a rank that waits for something else while the group is made: throws what has put an end to that.
   void look();
   // What has failed on this rank itself, for those that look: all_gather says it to all once they have come there.
-  void tell_of_failure(const std::string& why);
+  void tell_of_failure(const std::string& why, int suspect);
 
   // What a handler of the program's signals has raised, if one has: a wait that it ended may have turned it into words.
   std::exception_ptr interruption() const { return *interruption_; }
@@ -56,22 +57,37 @@ class StoreBootstrap : public shm::Bootstrap {
   StoreBootstrap among(const std::vector<int>& members) const;
 
  private:
+  // Of those that are waited for the first that is missing.
+  struct Awaited {
+    int rank;
+    Deadline deadline;
+    std::optional<Deadline> stall;
+    std::unique_ptr<shm::OutsideWait> wait;
+    void has_come() const {
+      if (wait) wait->end();
+    }
+  };
+
   StoreBootstrap(const std::shared_ptr<PatientStore>& store, int rank, int size, std::chrono::milliseconds timeout);
   StoreBootstrap(std::shared_ptr<PatientStore> store, int rank, int size, std::chrono::milliseconds timeout,
                  std::string prefix, std::vector<int> names);
   shm::Presence presence(int rank) const;
-  void wait_for(int rank);
+  void wait_for(const std::vector<std::string>& keys);
+  void look_for(Awaited& awaited);
   void report_missing(int rank, const shm::OutsideWait* wait) const;
   void look_at(int rank, int awaited);
   void look_around(int awaited);
-  void let_others_hear();
-  int64_t num_present() const;
-  void tell(const std::string& why);
+  void tell(const std::string& why, int suspect);
   void handle_signals();
   std::string ended() const;  // "; rank 1 has ended" of those that have
   [[noreturn]] void give_up_for(int rank);
-  [[noreturn]] void give_up(const std::string& why);
-  std::string key(int rank) const;
+  void end_for_all(const std::string& why, int suspect);
+  [[noreturn]] void give_up(const std::string& why, int suspect);
+  bool has_come() const { return round_ > 1; }  // whoever is awaited
+  std::string key(int rank) const { return key(rank, round_); }
+  std::string key(int rank, int64_t round) const;
+
+  static constexpr int kNobody = -1;
 
   const std::shared_ptr<PatientStore> store_;
   const int rank_;
@@ -82,6 +98,7 @@ class StoreBootstrap : public shm::Bootstrap {
   const std::vector<int> names_;  // of the ranks, for errors
   int64_t round_ = 0;
   bool over_ = false;
+  int suspect_ = kNobody;        // who may have ended unseen, of what is over
   std::optional<Deadline> end_;  // of all rounds, once all ranks have come
   std::function<bool(int)> watched_;
   Acquaintance before_;

@@ -100,7 +100,9 @@ Address own_address(const std::string& interfaces) {
     if (address.length > 0) return address;
   }
   if (!interfaces.empty()) {
-    throw Error(cat("GLOO_SOCKET_IFNAME='", interfaces, "' names no network interface of this host with an address"));
+    throw Error(cat("GLOO_SOCKET_IFNAME='", interfaces,
+                    "' names no network interface of this host with an address that other hosts can use (a link-local "
+                    "one, fe80::, is none)"));
   }
   const Address address = of_host_name();
   return address.length > 0 ? address : loopback();

@@ -132,7 +132,7 @@ class Connecting {
     Fd socket = Fd::tcp_socket(address.family());
     prepare(socket);
     if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS)
-      throw Unreachable(cannot_connect(line.peer, errno));
+      throw Unreachable(line.peer, cannot_connect(line.peer, errno));
     candidates_.push_back({std::move(socket), line, false});
   }
 
@@ -148,7 +148,7 @@ class Connecting {
       int error = 0;
       socklen_t length = sizeof(error);
       getsockopt(candidate.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error != 0) throw Unreachable(cannot_connect(peer, error));
+      if (error != 0) throw Unreachable(peer, cannot_connect(peer, error));
       candidate.connected = true;
       const Hello hello{kMagic, rank_, peer, candidate.line.use, known.token};
       if (!say(candidate.socket, hello)) throw Error(cannot_connect(peer, errno));

@@ -24,7 +24,11 @@ struct Line {
 // This rank cannot come to where another one waits: no word of that one's has been heard yet.
 class Unreachable : public Error {
  public:
-  using Error::Error;
+  Unreachable(int peer, const std::string& why) : Error(why), peer_(peer) {}
+  int peer() const { return peer_; }
+
+ private:
+  int peer_;
 };
 
 // Where other ranks knock while a group is made. Of those who do, only who knows the token of this door is let

@@ -10,6 +10,12 @@
 
 namespace torchtp::shm {
 
+// Where ranks meet has failed: what this one said last may have reached nobody.
+class MeetingLost : public Error {
+ public:
+  using Error::Error;
+};
+
 // How ranks of one host swap small blobs before they share memory: the backend implements it over a c10d store (with a
 // generation prefix), tests over threads.
 class Bootstrap {
@@ -24,6 +30,8 @@ class Bootstrap {
   virtual void watch(std::function<bool(int rank)> has_died) { (void)has_died; }
   // Throws what has ended the making on another rank, or this one, if anything has.
   virtual void read_why_others_gave_up() {}
+  // Before the error of one rank, which all have been told, is thrown: for as long as others need this rank to hear it.
+  virtual void let_others_hear() {}
   // Whether that has been thrown to this rank's step, as to all others: then nobody comes to swap anything.
   virtual bool is_over() const { return false; }
   // Ranks that are threads of one process return what rank 0 passed in, so that all of them use one mapping (and the
@@ -45,10 +53,17 @@ std::vector<std::string> together(Bootstrap& bootstrap, const std::string& troub
     if (bootstrap.is_over()) throw;
     mine = cat("-", error.what());
   }
-  std::vector<std::string> all = bootstrap.all_gather(mine);
+  std::vector<std::string> all;
+  try {
+    all = bootstrap.all_gather(mine);
+  } catch (const MeetingLost& lost) {
+    if (mine[0] == '+') throw;
+    throw MeetingLost(cat("rank ", bootstrap.rank(), " ", trouble, ": ", mine.substr(1), "; ", lost.what()));
+  }
   for (size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty() || all[rank][0] != '+') {
       bootstrap.read_why_others_gave_up();
+      bootstrap.let_others_hear();
       throw Error(cat("rank ", rank, " ", trouble, ": ", all[rank].empty() ? "" : all[rank].substr(1)));
     }
     all[rank].erase(0, 1);
