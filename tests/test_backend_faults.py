@@ -109,25 +109,31 @@ def test_nobody_goes_on_with_a_group_while_a_rank_still_needs_the_store():
     assert "rank 1 died (its process is gone) while " in first and "waited in the making of the group" in first
 
 
-def _asks_a_lost_store(rank, port):
-    """Rank 1 dies, rank 0 finds out and ends with the store that it serves, and then rank 2 asks that store."""
-    meeting = client(port)
+def make_at_rank_0(rank, meeting, store_of):
+    """Only makes a group of three, whose rank 0 serves the store; the others ask `store_of(a client, rank 0's process)`."""
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting.set("server", f"{server.port} {os.getpid()}")
         meeting.wait(["rank 1 is here", "rank 2 is here"])
         return only_make(rank, 3, dist.PrefixStore("", server))
     served_at, served_by = map(int, meeting.get("server").split())
-    process = os.pidfd_open(served_by)
-
-    def then():
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        select.select([process], [], [])
-
-    store = at_last_get(client(served_at), 3, then)
+    store = store_of(client(served_at), os.pidfd_open(served_by))
     meeting.set(f"rank {rank} is here", "")
     return only_make(rank, 3, store)
+
+
+def _asks_a_lost_store(rank, port):
+    """Rank 1 dies, rank 0 finds out and ends with the store that it serves, and then rank 2 asks that store."""
+
+    def store_of(store, process):
+        def then():
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            select.select([process], [], [])
+
+        return at_last_get(store, 3, then)
+
+    return make_at_rank_0(rank, client(port), store_of)
 
 
 def _store_lost_over_the_last_answer():
@@ -142,22 +148,14 @@ def test_a_store_that_is_lost_over_the_last_answer_is_not_the_error():
 
 
 def _hears_late(rank, port, wrong):
-    """Rank 0 serves the store, whose answers come late to rank 1, as over a long line; so does rank 0's end."""
+    """The answers of rank 0's store come late to rank 1, as over a long line; so does rank 0's end."""
     if rank in wrong:
         os.environ["TORCHTP_STALL_SECONDS"] = "soon"
-    meeting = client(port, *wrong)
-    if rank == 0:
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting.set("server", f"{server.port} {os.getpid()}")
-        meeting.wait(["rank 1 is here", "rank 2 is here"])
-        return only_make(rank, 3, dist.PrefixStore("", server))
-    served_at, served_by = map(int, meeting.get("server").split())
-    process = os.pidfd_open(served_by)
-    store = client(served_at)
-    if rank == 1:
-        store = Store(store, lambda called: select.select([process], [], [], 0.1))
-    meeting.set(f"rank {rank} is here", "")
-    return only_make(rank, 3, store)
+
+    def store_of(store, process):
+        return store if rank != 1 else Store(store, lambda called: select.select([process], [], [], 0.1))
+
+    return make_at_rank_0(rank, client(port, *wrong), store_of)
 
 
 def _mistakes_heard_late():

@@ -121,7 +121,7 @@ void StoreBootstrap::wait_for(const std::vector<std::string>& keys) {
       if (rank == size_) break;
       look_around(rank);
       if (!awaited || awaited->rank != rank) {
-        if (awaited) awaited->has_come();
+        if (awaited) awaited->end();
         awaited = Awaited{rank, Deadline(left()), Deadline(stall_), nullptr};
       }
       handle_signals();
@@ -131,7 +131,7 @@ void StoreBootstrap::wait_for(const std::vector<std::string>& keys) {
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::microseconds>(2 * pause, kLastPause);
   }
-  if (awaited) awaited->has_come();
+  if (awaited) awaited->end();
 }
 
 // Throws when it has been waited for long enough, or would be for ever.
@@ -146,16 +146,16 @@ void StoreBootstrap::look_for(Awaited& awaited) {
   }
   if (!awaited.deadline.passed()) return;
   give_up(
-      cat("rank ", names_[rank], has_come() ? " did not go on with" : " did not come to",
+      cat("rank ", names_[rank], all_have_come() ? " did not go on with" : " did not come to",
           " the creation of the process group within ", in_words(timeout_), "; rank ", names_[rank_], " waited for it"),
       rank);
 }
 
 void StoreBootstrap::report_missing(int rank, const shm::OutsideWait* wait) const {
-  const std::string line =
-      cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank],
-          has_come() ? " has not gone on after " : " has not come after ", in_words(stall_), "; rank ", names_[rank_],
-          " waits for it, for ", in_words(timeout_), " at most", wait == nullptr ? "" : "; " + wait->describe(), "\n");
+  const std::string line = cat("[torchtp] a process group of ", size_, " ranks is being made: rank ", names_[rank],
+                               all_have_come() ? " has not gone on after " : " has not come after ", in_words(stall_),
+                               "; rank ", names_[rank_], " waits for it, for ", in_words(timeout_), " at most",
+                               wait == nullptr ? "" : "; " + wait->describe(), "\n");
   std::fputs(line.c_str(), stderr);
 }
 

@@ -63,7 +63,7 @@ class StoreBootstrap : public shm::Bootstrap {
     Deadline deadline;
     std::optional<Deadline> stall;
     std::unique_ptr<shm::OutsideWait> wait;
-    void has_come() const {
+    void end() const {  // it has come
       if (wait) wait->end();
     }
   };
@@ -83,7 +83,7 @@ class StoreBootstrap : public shm::Bootstrap {
   [[noreturn]] void give_up_for(int rank);
   void end_for_all(const std::string& why, int suspect);
   [[noreturn]] void give_up(const std::string& why, int suspect);
-  bool has_come() const { return round_ > 1; }  // whoever is awaited
+  bool all_have_come() const { return round_ > 1; }
   std::string key(int rank) const { return key(rank, round_); }
   std::string key(int rank, int64_t round) const;
 
