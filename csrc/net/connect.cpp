@@ -22,11 +22,15 @@ constexpr size_t kTokenLength = 32;
 constexpr std::array<char, 8> kMagic{'t', 'o', 'r', 'c', 'h', 't', 'p', '1'};
 constexpr size_t kMostStrangers = 64;  // beside those who are awaited: who have knocked and not said enough
 constexpr auto kBetweenLooks = std::chrono::milliseconds(20);
+constexpr auto kUntilCalledBack = std::chrono::seconds(1);  // as long as TCP waits before it knocks again
+constexpr auto kUntilNoWay = std::chrono::seconds(3);
+constexpr char kTaken = '!';
 constexpr char kRemedy[] = "; the variable GLOO_SOCKET_IFNAME names the network interface that joins the hosts";
 
 using Token = std::array<char, kTokenLength>;
 
-// What the caller says; the other side answers with the caller's own token.
+// What the caller says; the other side answers with the caller's own token. Of two ranks that call each other the
+// lower one decides which connection is taken: as the caller by one more byte, else by its answer.
 struct Hello {
   std::array<char, 8> magic;
   int32_t from, to, use;
@@ -60,7 +64,8 @@ struct Candidate {
   Fd socket;
   Line line;       // the peer is -1 until it has said who it is
   bool connected;  // what was called may still be on its way
-  std::array<char, sizeof(Hello)> heard{};
+  bool answered = false;
+  std::array<char, sizeof(Hello) + sizeof(kTaken)> heard{};
   size_t num_heard = 0;
 };
 
@@ -95,9 +100,11 @@ class Connecting {
   }
 
   std::map<Line, Fd> run(const Deadline& deadline, const std::function<void()>& look) {
+    const Deadline until_called_back(kUntilCalledBack), until_no_way(kUntilNoWay);
     Deadline next_look(kBetweenLooks);
+    bool calls_back = false;
     for (const Line& line : lines_) {
-      if (line.peer > rank_) call(line);
+      if (decides(line)) call(line);
     }
     while (made_.size() < lines_.size()) {
       std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
@@ -122,46 +129,76 @@ class Connecting {
         each = next;
       }
       if (entries[0].revents != 0) let_in();
+      candidates_.remove_if([&](const Candidate& each) { return made_.count(each.line) != 0; });
+      if (until_no_way.passed()) check_for_a_way();
+      if (until_called_back.passed() && !std::exchange(calls_back, true)) {
+        for (const Line& line : lines_) {
+          if (!decides(line) && made_.count(line) == 0) call(line);
+        }
+      }
     }
     return std::move(made_);
   }
 
  private:
+  bool decides(const Line& line) const { return rank_ < line.peer; }
+
   void call(const Line& line) {
     const Address address = Address::parse(known_.at(line.peer).address);
     Fd socket = Fd::tcp_socket(address.family());
     prepare(socket);
-    if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS)
-      throw Unreachable(line.peer, cannot_connect(line.peer, errno));
-    candidates_.push_back({std::move(socket), line, false});
+    if (::connect(socket.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+      fail(line, std::strerror(errno));
+    } else {
+      candidates_.push_back({std::move(socket), line, false});
+    }
   }
 
-  std::string cannot_connect(int peer, int error) const {
-    return cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", std::strerror(error), kRemedy);
+  // A call of this rank has come to nothing; the other one's may come yet.
+  bool fail(const Line& line, const std::string& why) {
+    failures_.emplace(line, why);
+    return false;
+  }
+
+  std::string cannot_connect(int peer, const std::string& why) const {
+    return cat("cannot connect to rank ", peer, " at ", known_.at(peer).address, ": ", why, kRemedy);
   }
 
   // Of those this rank called. False when nothing more is to be heard of it.
   bool go_on(Candidate& candidate) {
+    if (made_.count(candidate.line) != 0) return false;
     const int peer = candidate.line.peer;
     const Introduction& known = known_.at(peer);
     if (!candidate.connected) {
       int error = 0;
       socklen_t length = sizeof(error);
       getsockopt(candidate.socket.get(), SOL_SOCKET, SO_ERROR, &error, &length);
-      if (error != 0) throw Unreachable(peer, cannot_connect(peer, error));
+      // Mostly because it has ended, which is to be heard of at once.
+      if (error == ECONNREFUSED && decides(candidate.line)) {
+        throw Unreachable(peer, cannot_connect(peer, std::strerror(error)));
+      }
+      if (error != 0) return fail(candidate.line, std::strerror(error));
       candidate.connected = true;
       const Hello hello{kMagic, rank_, peer, candidate.line.use, known.token};
-      if (!say(candidate.socket, hello)) throw Error(cannot_connect(peer, errno));
-      return true;
+      return say(candidate.socket, hello) || hung_up(candidate.line);
     }
-    if (!hear(candidate, kTokenLength)) throw Error(cannot_connect(peer, ECONNRESET));
+    if (!hear(candidate, kTokenLength)) return hung_up(candidate.line);
     if (candidate.num_heard < kTokenLength) return true;
     Token answer;
     std::memcpy(answer.data(), candidate.heard.data(), answer.size());
-    if (!same(answer, token_))
-      throw Error(cat("somebody else answers for rank ", peer, " at ", known.address, kRemedy));
+    if (!same(answer, token_)) {
+      const std::string who = cat("somebody else answers for rank ", peer, " at ", known.address);
+      if (decides(candidate.line)) throw Error(cat(who, kRemedy));
+      return fail(candidate.line, who);
+    }
+    if (decides(candidate.line) && !say(candidate.socket, kTaken)) return hung_up(candidate.line);
     made_[candidate.line] = std::move(candidate.socket);
     return false;
+  }
+
+  bool hung_up(const Line& line) {
+    if (decides(line)) throw Error(cannot_connect(line.peer, std::strerror(ECONNRESET)));
+    return fail(line, std::strerror(ECONNRESET));
   }
 
   void let_in() {
@@ -188,19 +225,39 @@ class Connecting {
     Hello hello;
     std::memcpy(&hello, candidate.heard.data(), sizeof(hello));
     const Line line{hello.from, hello.use};
-    if (hello.magic != kMagic || hello.to != rank_ || !same(hello.token, token_)) return false;
-    if (lines_.count(line) == 0 || hello.from >= rank_ || made_.count(line) != 0) return false;
-    if (!say(candidate.socket, known_.at(line.peer).token)) return false;
+    if (!candidate.answered) {
+      if (hello.magic != kMagic || hello.to != rank_ || !same(hello.token, token_)) return false;
+      if (lines_.count(line) == 0 || made_.count(line) != 0) return false;
+      if (!say(candidate.socket, known_.at(line.peer).token)) return false;
+      candidate.answered = true;
+    }
+    if (!decides(line)) {
+      if (!hear(candidate, candidate.heard.size())) return false;
+      if (candidate.num_heard < candidate.heard.size()) return true;
+      if (candidate.heard.back() != kTaken || made_.count(line) != 0) return false;
+    }
     made_[line] = std::move(candidate.socket);
     return false;
   }
 
+  // A rank that could call this one has done so by now.
+  void check_for_a_way() const {
+    for (const auto& [line, why] : failures_) {
+      if (decides(line) && made_.count(line) == 0) {
+        throw Unreachable(line.peer, cannot_connect(line.peer, cat(why, ", and it has not called either")));
+      }
+    }
+  }
+
   [[noreturn]] void give_up() const {
     for (const Line& line : lines_) {
-      const int peer = line.peer;
       if (made_.count(line) != 0) continue;
-      if (peer < rank_) throw Error(cat("deadline passed while waiting for a call of rank ", peer, kRemedy));
-      throw Error(cat("deadline passed while waiting for rank ", peer, " at ", known_.at(peer).address, kRemedy));
+      const auto failure = failures_.find(line);
+      if (failure != failures_.end()) {
+        throw Error(cannot_connect(line.peer, cat(failure->second, ", and it had not called by the deadline")));
+      }
+      throw Error(cat("deadline passed while waiting for rank ", line.peer, " at ", known_.at(line.peer).address,
+                      ", which has not called either", kRemedy));
     }
     throw Error("deadline passed");
   }
@@ -211,6 +268,7 @@ class Connecting {
   const std::set<Line>& lines_;
   std::map<int, Introduction> known_;
   std::list<Candidate> candidates_;
+  std::map<Line, std::string> failures_;  // of this rank's calls
   std::map<Line, Fd> made_;
 };
 

@@ -33,6 +33,8 @@ class Unreachable : public Error {
 
 // Where other ranks knock while a group is made. Of those who do, only who knows the token of this door is let
 // in, and whom it lets in learns by the answer that it is the right one; tokens travel through the bootstrap alone.
+// The lower rank of two calls the other; where its calls do not arrive (a firewall, an address of a private network),
+// that one calls back a second later.
 class Door {
  public:
   // `interfaces`: see own_address().

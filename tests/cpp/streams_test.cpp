@@ -1,5 +1,4 @@
-// Connections between ranks, all of them over loopback: who is let in, and what the streams carry. Real hosts:
-// tests/test_hosts.py.
+// What the streams between ranks carry, all of them over loopback. Real hosts: tests/test_hosts.py.
 #include <sys/socket.h>
 
 #include <atomic>
@@ -9,51 +8,38 @@
 #include <mutex>
 #include <optional>
 #include <random>
-#include <set>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "check.h"
-#include "net/connect.h"
+#include "doors.h"
 #include "net/streams.h"
 #include "ranks.h"
 
 using torchtp::Deadline;
 using torchtp::Fd;
-using torchtp::test::error_of;
-using torchtp::test::run_threads;
-using namespace torchtp::net;
 using torchtp::shm::Bootstrap;
+using namespace torchtp::net;
+using namespace torchtp::test;
 
 namespace {
 
 using std::chrono::milliseconds;
-using Introductions = std::vector<std::string>;
 
 const auto kSoon = std::chrono::seconds(60);
-constexpr char kLoopback[] = "lo";
 
-std::set<Line> lines_of(int rank, int size, int num_uses) {
-  std::set<Line> lines;
-  for (int r = 0; r < size; ++r) {
-    for (int use = 0; use < num_uses && r != rank; ++use) lines.insert({r, use});
-  }
-  return lines;
-}
-
-std::map<int, Fd> connect(Bootstrap& bootstrap, const Door& door, const Introductions& introductions) {
+// Of two to each other rank the second.
+std::map<int, Fd> connections(Bootstrap& bootstrap) {
+  const Door door(kLoopback);
   const auto lines = lines_of(bootstrap.rank(), bootstrap.size(), 2);
+  const auto introductions = bootstrap.all_gather(door.introduction());
   std::map<int, Fd> connections;
   for (auto& [line, socket] : door.connect(bootstrap.rank(), lines, introductions, Deadline(kSoon))) {
     if (line.use == 1) connections[line.peer] = std::move(socket);
   }
-  return connections;
-}
-
-std::map<int, Fd> connections(Bootstrap& bootstrap) {
-  const Door door(kLoopback);
-  auto made = connect(bootstrap, door, bootstrap.all_gather(door.introduction()));
   bootstrap.all_gather("");
-  return made;
+  return connections;
 }
 
 std::unique_ptr<Streams> connect(Bootstrap& bootstrap) { return std::make_unique<Streams>(connections(bootstrap)); }
@@ -271,98 +257,6 @@ void a_message_posted_while_the_thread_looks_is_sent() {
   });
 }
 
-Fd knock(const std::string& introduction) {
-  const std::string where = introduction.substr(0, introduction.rfind(' '));
-  const Address address = Address::parse(where);
-  Fd socket = Fd::tcp_socket(address.family());
-  CHECK(connect(socket.get(), address.get(), address.length) == 0 || errno == EINPROGRESS);
-  return socket;
-}
-
-// While ranks connect, anybody else says anything, or nothing, or a part of the right thing.
-void strangers_do_not_get_in() {
-  run_threads(3, [](Bootstrap& bootstrap) {
-    const Door door(kLoopback);
-    const Introductions all = bootstrap.all_gather(door.introduction());
-    std::vector<Fd> strangers;
-    std::mt19937 random(static_cast<unsigned>(bootstrap.rank()) + 3);
-    for (int i = 0; i < 150; ++i) {
-      strangers.push_back(knock(door.introduction()));
-      std::string nonsense(random() % 80, '\0');
-      for (char& letter : nonsense) letter = static_cast<char>(random());
-      if (i % 3 == 0) nonsense = "torchtp1" + nonsense;
-      [[maybe_unused]] const ssize_t sent =
-          send(strangers.back().get(), nonsense.data(), nonsense.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-      if (i % 5 == 0) strangers.pop_back();
-    }
-    bootstrap.all_gather("");
-    Streams streams(connect(bootstrap, door, all));
-    bootstrap.all_gather("");
-    int word = bootstrap.rank() + 10;
-    for (int peer = 0; peer < 3; ++peer) {
-      if (peer == bootstrap.rank()) continue;
-      int got = 0;
-      const auto out = streams.send(peer, &word, sizeof(word));
-      finish(streams, streams.receive(peer, &got, sizeof(got)));
-      finish(streams, out);
-      CHECK_EQUAL(got, peer + 10);
-    }
-    bootstrap.all_gather("");
-  });
-}
-
-// Rank 1 answers at another address than it says, or with another token.
-void a_wrong_door_is_an_error() {
-  run_threads(2, [](Bootstrap& bootstrap) {
-    const Door door(kLoopback);
-    Introductions all = bootstrap.all_gather(door.introduction());
-    std::string& peer = all[1 - bootstrap.rank()];
-    peer.replace(peer.size() - 32, 32, std::string(32, 'x'));
-    const std::string error = error_of(
-        [&] { door.connect(bootstrap.rank(), lines_of(bootstrap.rank(), 2, 1), all, Deadline(milliseconds(1500))); });
-    CHECK_CONTAINS(error, "rank");
-    CHECK_CONTAINS(error, "GLOO_SOCKET_IFNAME");
-    bootstrap.all_gather("");
-  });
-}
-
-void who_does_not_come_is_named() {
-  const Door door(kLoopback), other(kLoopback);
-  const std::string late =
-      error_of([&] { door.connect(1, {{0, 0}}, {other.introduction(), ""}, Deadline(milliseconds(50))); });
-  CHECK_CONTAINS(late, "waiting for a call of rank 0");
-  const std::string silent =
-      error_of([&] { door.connect(0, {{1, 0}}, {"", other.introduction()}, Deadline(milliseconds(50))); });
-  CHECK_CONTAINS(silent, "waiting for rank 1 at 127.0.0.1");
-  const auto look = [] { throw torchtp::Error("rank 0 died"); };
-  const Deadline far(std::chrono::hours(1));
-  CHECK_CONTAINS(error_of([&] { door.connect(1, {{0, 0}}, {other.introduction(), ""}, far, look); }), "rank 0 died");
-  std::string closed;
-  {
-    const Door gone(kLoopback);
-    closed = gone.introduction();
-  }
-  CHECK_CONTAINS(error_of([&] { door.connect(0, {{1, 0}}, {"", closed}, Deadline(kSoon)); }),
-                 "cannot connect to rank 1");
-}
-
-void nonsense_is_no_introduction() {
-  const Door door(kLoopback);
-  const std::string token(32, 'a');
-  for (const std::string& text : {std::string(), std::string("127.0.0.1 5"), "127.0.0.1 5 " + token + "b",
-                                  "nobody.example 5 " + token, "127.0.0.1 port " + token, "1.2.3 999999 x " + token}) {
-    error_of([&] { door.connect(0, {{1, 0}}, {"", text}, Deadline(kSoon)); });
-  }
-}
-
-void the_interface_is_the_one_that_is_named() {
-  CHECK_EQUAL(own_address("none0,lo").text(), "127.0.0.1 0");
-  CHECK_THROWS(own_address("none0"), "GLOO_SOCKET_IFNAME='none0' names no network interface");
-  CHECK(own_address("").length > 0);
-  const Address six = Address::parse("::1 4711");
-  CHECK_EQUAL(six.text(), "::1 4711");
-}
-
 }  // namespace
 
 int main() {
@@ -374,10 +268,5 @@ int main() {
       {"a message given up ends its connection", a_message_given_up_ends_its_connection},
       {"a message posted while the thread looks is sent", a_message_posted_while_the_thread_looks_is_sent},
       {"waiting ends with close", waiting_ends_with_close},
-      {"strangers do not get in", strangers_do_not_get_in},
-      {"a wrong door is an error", a_wrong_door_is_an_error},
-      {"who does not come is named", who_does_not_come_is_named},
-      {"nonsense is no introduction", nonsense_is_no_introduction},
-      {"the interface is the one that is named", the_interface_is_the_one_that_is_named},
   });
 }
