@@ -175,6 +175,8 @@ def main() -> int:
     ]
     versions = {library: installed(library) for library in dict.fromkeys(each.library for each in chosen)}
     present = [each for each in chosen if versions[each.library] is not None]
+    if not present:
+        flags.error(f"nothing to compare: not installed are {', '.join(versions) or 'networks of that name'}")
     if args.quick:
         present, meshes = present[:2], meshes[:1]
     on_ranks = import_module("benchmarks.networks").compare  # under a name that ranks can import, not __main__
