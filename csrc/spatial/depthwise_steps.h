@@ -6,8 +6,8 @@ namespace torchtp::spatial {
 
 // Whether the gradient of the filters goes to kernels/depthwise_weight_rows.h: on the CPU, one filter a channel of
 // images, but for what oneDNN has fast loops for: windows of at most 3 with at most a zero around, in fp32 and, where
-// the processor has AVX-512, bf16. Of others ATen's time is 2 to 170 times as long (python -m
-// benchmarks.filter_gradients). A rank's own business: it says nothing about what is sent.
+// the processor has AVX-512, bf16. Of others ATen's time is 1.6 to 39 times as long (170 in bf16 without AVX-512;
+// python -m benchmarks.filter_gradients). A rank's own business: it says nothing about what is sent.
 bool has_weight_rows(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params);
 
 // As at::convolution_backward's gradient of the weight.
