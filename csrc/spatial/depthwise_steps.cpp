@@ -1,9 +1,7 @@
 #include "spatial/depthwise_steps.h"
 
-#include <ATen/Context.h>
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/empty.h>
 
@@ -12,6 +10,7 @@
 
 #include "kernels/depthwise_weight_rows.h"
 #include "spatial/depthwise.h"
+#include "spatial/onednn.h"
 #include "spatial/slab.h"
 
 namespace torchtp::spatial {
@@ -21,23 +20,12 @@ namespace {
 // Channels done by one task: what is laid out for them serves all.
 constexpr int64_t kChannelsGrain = 16;
 
-// Whether ATen hands bfloat16 to oneDNN, which it decides by what the processor has.
-bool onednn_takes_bf16() {
-  static const bool takes = [] {
-    const auto asks = c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
-    return asks && asks->typed<bool()>().call();
-  }();
-  return takes;
-}
-
 bool fast_in_aten(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
   const auto at_most = [](at::IntArrayRef numbers, int64_t most) {
     return std::all_of(numbers.begin(), numbers.end(), [&](int64_t number) { return number <= most; });
   };
-  const at::ScalarType dtype = input.scalar_type();
-  return at_most(weight.sizes().slice(2), 3) && at_most(params.padding, 1) && at_most(params.dilation, 1) &&
-         at::globalContext().userEnabledMkldnn() &&
-         (dtype == at::kFloat || (dtype == at::kBFloat16 && onednn_takes_bf16()));
+  return input.scalar_type() != at::kHalf && onednn_takes(input) && at_most(weight.sizes().slice(2), 3) &&
+         at_most(params.padding, 1) && at_most(params.dilation, 1);
 }
 
 bool on_cpu(const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
