@@ -4,6 +4,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from models import Fault
 from torch import nn
 
 import torchtp.horovod as hvd
@@ -86,6 +87,43 @@ def _closure():
 
 def test_a_closure_leaves_the_gradients_of_all_ranks():
     assert max(run_ranks(_closure, 2, backend="torchtp")) < 1e-12
+
+
+def _give_up(where):
+    """Rank 1 gives up its second batch in the first of two backwards, or in the forward between them, as when memory is full."""
+    hvd.init()
+    model = _model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), backward_passes_per_step=2
+    )
+    errors = []
+    # A batch that is given up before its reduction is told to nobody: the next one takes its place.
+    for step in range(4 + (where == "forward" and hvd.rank() == 1)):
+        fails = step == 1 and hvd.rank() == 1
+        optimizer.zero_grad()
+        try:
+            for call in range(2):
+                if fails and where == "forward" and call == 1:
+                    raise ArithmeticError("no room")
+                features = model[:2](_input(100 * step + 10 * call + hvd.rank()))
+                model[2](Fault.apply(features, fails and where == "backward")).square().sum().backward()
+        except (ArithmeticError, RuntimeError) as error:
+            errors.append((step, str(error)))
+            continue
+        optimizer.step()
+    return errors, _flat(model)
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_a_batch_that_one_rank_gives_up_halfway_leaves_all_with_one_model(where):
+    (first_errors, first), (second_errors, second) = run_ranks(_give_up, 2, where, backend="torchtp")
+    assert first.equal(second)
+    assert [step for step, _ in second_errors] == [1]
+    if where == "backward":
+        assert [step for step, _ in first_errors] == [1]
+        assert "backward raised an exception on rank 1" in first_errors[0][1]
+    else:
+        assert first_errors == []
 
 
 def _copies():

@@ -31,6 +31,7 @@ namespace torchtp::gradients {
 //  - In later passes a bucket starts as soon as it and those before it are complete; the others at the end.
 //  - A backward that throws starts its remaining buckets with the mark "failed", so that no rank waits for ever; ranks
 //    whose own backward did not throw raise then. It is waited for before anything is added to a gradient again.
+//    One that would have accumulated, by the interval, is a failed pass instead: the interval begins anew.
 //  - Hooks of users on parameters are held back and run at the end, in the order in which gradients came, on what all
 //    ranks hold then: an optimizer that steps in backward, a clamp. Hooks of what is added (Tensor.register_hook) only
 //    where outputs are watched, else the pass begins after those of the first parameter; after local backwards, or
@@ -115,7 +116,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   void start_ready();
   void start(size_t bucket, bool failed);
   void start_rest(bool failed);
-  void tell_failure() noexcept;
+  void tell_failure(bool has_begun) noexcept;
   void finish();
   void finish_or_tell();
   void hand_out(Parameter& parameter);
@@ -140,6 +141,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   int64_t num_local_ = 0;  // backwards since the last pass, with the one that runs
   int last_task_ = -1;     // of the engine, that num_local_ counted
   bool in_pass_ = false;
+  bool in_between_ = false;  // in a backward that only accumulates, by the interval
   bool watches_ = false;
   bool has_local_ = false;        // something was added since the last pass that no pass has reduced
   std::vector<size_t> arrivals_;  // of this pass

@@ -1,6 +1,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "gradients/agreement.h"
 #include "gradients/bucket_plan.h"
@@ -13,9 +14,14 @@ void Reducer::before_accumulation() {
   bool shares = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (in_pass_) return;
+    if (in_pass_ || in_between_) return;
     settle();
-    if (!sync_ || !trains() || is_between()) return;
+    if (!sync_ || !trains()) return;
+    if (is_between()) {
+      in_between_ = true;
+      begin_backward(weak_from_this());
+      return;
+    }
     begin();
     in_pass_ = true;
     begin_backward(weak_from_this());
@@ -254,6 +260,7 @@ std::shared_ptr<const SideStream> Reducer::side_stream(const at::Device& device)
 
 void Reducer::end_of_backward(bool nested) {
   std::unique_lock<std::mutex> lock(mutex_);
+  in_between_ = false;
   if (!in_pass_) return;
   if (nested) {
     TORCH_WARN_ONCE(
@@ -275,7 +282,7 @@ void Reducer::finish_or_tell() {
   } catch (...) {
     failed_ = true;
     release_hooks();
-    tell_failure();
+    tell_failure(true);
     throw;
   }
 }
@@ -317,19 +324,20 @@ void Reducer::hand_out(Parameter& parameter) {
 
 void Reducer::abandoned_backward() noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!in_pass_) return;
-  in_pass_ = false;
+  if (!in_pass_ && !in_between_) return;
+  const bool has_begun = std::exchange(in_pass_, false);
+  in_between_ = false;
   num_local_ = 0;
   has_local_ = false;
   failed_ = true;
   release_hooks();
-  tell_failure();
+  tell_failure(has_begun);
 }
 
-void Reducer::tell_failure() noexcept {
-  if (buckets_.empty()) return;  // settle() will
+void Reducer::tell_failure(bool has_begun) noexcept {
   try {
-    start_rest(true);
+    if (!has_begun) begin();
+    if (!buckets_.empty()) start_rest(true);  // else settle() will
   } catch (const std::exception& error) {
     TORCH_WARN("gradients: after an exception in backward the other ranks could not be told: ", error.what());
   }

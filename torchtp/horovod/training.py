@@ -34,6 +34,7 @@ class _Distributed:
     """Mixed into the class of an optimizer that `DistributedOptimizer` was called on."""
 
     _reducer: gradients.GradientReducer
+    _backward_passes_per_step: int
 
     def synchronize(self) -> None:
         """Reduce gradients that were accumulated since the last reduction, if there are any."""
@@ -51,6 +52,12 @@ class _Distributed:
             "add_param_group: the parameters of a distributed optimizer are those it had when DistributedOptimizer was called: "
             "add all groups before, or make an optimizer of its own for the new ones"
         )
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's; the next backward is the first of a step, whatever has been before (a batch given up, another model's loss)."""
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        if self._reducer.num_unreduced:
+            self._reducer.reduce_every(self._backward_passes_per_step)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """The optimizer's step, on what `synchronize` leaves, each time after a closure as well."""
@@ -114,6 +121,7 @@ def DistributedOptimizer(
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {})
     optimizer._reducer = reducer  # type: ignore[attr-defined]
+    optimizer._backward_passes_per_step = backward_passes_per_step  # type: ignore[attr-defined]
     return optimizer
 
 
