@@ -74,12 +74,15 @@ void prepare(const Fd& socket) {
   setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
-// Up to `size` bytes altogether. False: the other side has hung up.
+// Up to `size` bytes altogether. False: the other side has hung up; errno tells how.
 bool hear(Candidate& candidate, size_t size) {
   while (candidate.num_heard < size) {
     const ssize_t got =
         recv(candidate.socket.get(), candidate.heard.data() + candidate.num_heard, size - candidate.num_heard, 0);
-    if (got == 0) return false;
+    if (got == 0) {
+      errno = ECONNRESET;
+      return false;
+    }
     if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
     candidate.num_heard += static_cast<size_t>(got);
   }
@@ -197,8 +200,9 @@ class Connecting {
   }
 
   bool hung_up(const Line& line) {
-    if (decides(line)) throw Error(cannot_connect(line.peer, std::strerror(ECONNRESET)));
-    return fail(line, std::strerror(ECONNRESET));
+    const std::string why = std::strerror(errno);
+    if (decides(line)) throw Error(cannot_connect(line.peer, why));
+    return fail(line, why);
   }
 
   void let_in() {
