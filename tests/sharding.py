@@ -87,3 +87,24 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: object, tole
         return
     error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3)
     assert error <= tolerance, f"{what}: relative error {error:.1e}"
+
+
+def draw_convolution(rng: random.Random, dims: int, transposed: bool) -> tuple[list[int], ...]:
+    """Extents, kernel, stride, padding, dilation, output_padding of a convolution with an output."""
+    while True:
+        extents = [rng.randint(1, (40, 12, 7)[dims - 1]) for _ in range(dims)]
+        kernel = [rng.randint(1, (8, 5, 3)[dims - 1]) for _ in range(dims)]
+        stride = [rng.randint(1, 4) for _ in range(dims)]
+        padding = [rng.randint(0, (9, 4, 3)[dims - 1]) for _ in range(dims)]
+        dilation = [rng.randint(1, 3) for _ in range(dims)]
+        extra = [rng.randint(0, max(s, d) - 1) if transposed else 0 for s, d in zip(stride, dilation, strict=True)]
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        numbers = list(zip(extents, stride, padding, reach, extra, strict=True))
+        if transposed and all((L - 1) * s - 2 * p + r + e + 1 > 0 for L, s, p, r, e in numbers):
+            return extents, kernel, stride, padding, dilation, extra
+        if not transposed and all(L + 2 * p > r for L, _, p, r, _ in numbers):
+            return extents, kernel, stride, padding, dilation, extra
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()

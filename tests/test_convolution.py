@@ -9,30 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharding import assert_same, layout_of, random_layout, shardings, total
+from sharding import assert_same, draw_convolution, layout_of, leaf, random_layout, shardings, total
 
 from torchtp.testing import RanksFailed, run_ranks
-
-
-def draw(rng, dims, transposed):
-    """Extents, kernel, stride, padding, dilation, output_padding of a convolution with an output."""
-    while True:
-        extents = [rng.randint(1, (40, 12, 7)[dims - 1]) for _ in range(dims)]
-        kernel = [rng.randint(1, (8, 5, 3)[dims - 1]) for _ in range(dims)]
-        stride = [rng.randint(1, 4) for _ in range(dims)]
-        padding = [rng.randint(0, (9, 4, 3)[dims - 1]) for _ in range(dims)]
-        dilation = [rng.randint(1, 3) for _ in range(dims)]
-        extra = [rng.randint(0, max(s, d) - 1) if transposed else 0 for s, d in zip(stride, dilation, strict=True)]
-        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        numbers = list(zip(extents, stride, padding, reach, extra, strict=True))
-        if transposed and all((L - 1) * s - 2 * p + r + e + 1 > 0 for L, s, p, r, e in numbers):
-            return extents, kernel, stride, padding, dilation, extra
-        if not transposed and all(L + 2 * p > r for L, _, p, r, _ in numbers):
-            return extents, kernel, stride, padding, dilation, extra
-
-
-def leaf(tensor):
-    return tensor.detach().clone().requires_grad_()
 
 
 def convolutions(seed, count):
@@ -42,7 +21,7 @@ def convolutions(seed, count):
     torch.manual_seed(seed)
     for case in range(count):
         dims, transposed, groups = case % 3 + 1, rng.random() < 0.4, rng.choice([1, 2])
-        extents, kernel, stride, padding, dilation, extra = draw(rng, dims, transposed)
+        extents, kernel, stride, padding, dilation, extra = draw_convolution(rng, dims, transposed)
         cut = rng.choice(shardings(range(2, 2 + dims)))
         x = torch.randn(2, 4, *extents, dtype=torch.float64)
         x = x.contiguous(memory_format=random_layout(rng, x.dim())).requires_grad_()
@@ -77,75 +56,6 @@ def test_convolution_matches_the_whole(size):
     run_ranks(convolutions, size, size, 60)
 
 
-def narrow_parts():
-    """One column of outputs a rank, of 16-bit numbers, where PyTorch's own convolution of such an image is wrong."""
-    import torchtp  # noqa: F401
-
-    torch.manual_seed(0)
-    size = dist.get_world_size()
-    cut = shardings([3])[0]
-    assert cut.cut(torch.empty(1, 1, 1, size))[0] == [3]
-    for kernel, stride, padding in [(3, 2, 1), (2, 2, 0), (3, 3, 1), (2, 3, 0), (5, 4, 2)]:
-        for channels in (3, 4, 16):
-            x = torch.randn(1, channels, 10, stride * size, dtype=torch.bfloat16).requires_grad_()
-            weight = torch.randn(4, channels, kernel, kernel, dtype=torch.bfloat16).requires_grad_()
-            args = ([stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
-            what = (kernel, stride, padding, channels)
-            wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-            y = torch.ops.aten.convolution(*wide, None, *args)
-            assert y.size(3) == size, what
-            dy = torch.randn(y.shape, dtype=torch.bfloat16)
-            part, w = cut.shard(x).detach().clone().requires_grad_(), leaf(weight)
-            out = torch.ops.torchtp.convolution(part, w, None, *args, *cut.cut(x))
-            dx, dw = torch.autograd.grad(out, (part, w), cut.shard(dy).contiguous())
-            theirs = torch.autograd.grad(y, wide, dy.double())
-            close = {"rtol": 0.02, "atol": 0.02 * kernel * channels**0.5}
-            torch.testing.assert_close(out.detach().double(), cut.shard(y.detach()), **close, msg=str(what))
-            torch.testing.assert_close(dx.double(), cut.shard(theirs[0]), **close, msg=str((what, "dx")))
-            torch.testing.assert_close(total(dw.double()), theirs[1], rtol=0.05, atol=0.2, msg=str((what, "dw")))
-
-
-def test_parts_of_one_output_column_in_16_bits():
-    run_ranks(narrow_parts, 3)
-
-
-def short_numbers(seed, count):
-    """What the CPU has a library for, whose gradients of filters take other numbers than the rest."""
-    import torchtp  # noqa: F401
-
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    for case in range(count):
-        dims, transposed, groups = case % 3 + 1, rng.random() < 0.3, rng.choice([1, 2])
-        extents, *numbers, extra = draw(rng, dims, transposed)
-        kernel, stride, padding, dilation = numbers
-        dtype, tolerance = rng.choice([(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-        cut = rng.choice(shardings(range(2, 2 + dims)))
-        x = torch.randn(2, 16, *extents, dtype=dtype)
-        x = x.contiguous(memory_format=random_layout(rng, x.dim())).requires_grad_()
-        weight = leaf(torch.randn(16, 16 // groups, *kernel, dtype=dtype))
-        args = (stride, padding, dilation, transposed, extra, groups)
-        what = (case, extents, kernel, *args, cut, layout_of(x), dtype)
-        wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-        y = torch.ops.aten.convolution(*wide, None, *args)
-        lone = any(step > 1 and outputs == 1 for step, outputs in zip(stride, y.shape[2:], strict=True))
-        if dtype == torch.bfloat16 and (dims == 3 or lone):
-            continue  # PyTorch's own are wrong there, or crash (2.13, AVX-512)
-        dy = torch.randn(y.shape, dtype=dtype)
-        part, w = leaf(cut.shard(x)), leaf(weight)
-        out = torch.ops.torchtp.convolution(part, w, None, *args, *cut.cut(x))
-        dx, dw = torch.autograd.grad(out, (part, w), cut.shard(dy))
-        whole_dx, whole_dw = torch.autograd.grad(y, wide, dy.double())
-        assert_same(out.detach().double(), cut.shard(y).detach(), what, tolerance)
-        assert_same(dx.double(), cut.shard(whole_dx), (what, "dx"), tolerance)
-        assert_same(total(dw.double()), whole_dw, (what, "dw"), tolerance)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_convolutions_in_short_numbers_match_the_whole(size):
-    run_ranks(short_numbers, size, size, 90)
-
-
 def a_filter_each(seed, count):
     """Depthwise, whose gradients of filters and of dilated inputs the CPU has steps of its own for; in 1 and 2 images."""
     import torchtp  # noqa: F401
@@ -153,7 +63,7 @@ def a_filter_each(seed, count):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     for case in range(count):
-        extents, kernel, stride, padding, dilation, extra = draw(rng, 2, False)
+        extents, kernel, stride, padding, dilation, extra = draw_convolution(rng, 2, False)
         images, channels = rng.choice([1, 2]), rng.choice([1, 3, 8, 19])
         dtype, tolerance = rng.choice([(torch.float64, 1e-10), (torch.float32, 2e-5)])
         cut = rng.choice(shardings((2, 3)))
