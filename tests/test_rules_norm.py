@@ -93,6 +93,19 @@ def test_layer_norm_over_cut_dims_to_second_order(name, plain):
     run_ranks(run_layer_norm_over_cut_dims, 3, name, W3, 2, kwargs)
 
 
+def run_layer_norm_where_a_rank_has_no_row():
+    layout = torchtp.Layout(init_device_mesh("cpu", (2, 2), mesh_dim_names=("h", "w")), {"h": -2, "w": -1})
+    norm = torchtp.parallelize(nn.LayerNorm(2).double(), layout, output="full", reduce=False)
+    x = layout.shard(torch.tensor([[2.0, 5.0]], dtype=torch.float64)).requires_grad_()
+    (grad,) = torch.autograd.grad(norm(x).pow(3).sum(), x, create_graph=True)
+    grad.full_tensor().pow(2).sum().backward()
+    return type(norm.weight.grad)
+
+
+def test_the_second_derivative_of_a_layer_norm_gives_plain_gradients_also_where_no_row_is():
+    assert run_ranks(run_layer_norm_where_a_rank_has_no_row, 4) == [torch.Tensor] * 4
+
+
 def run_running_statistics(mesh, momentum):
     device_mesh = init_device_mesh("cpu", mesh[0])
     single, mine = nn.BatchNorm2d(4, momentum=momentum).double(), nn.BatchNorm2d(4, momentum=momentum).double()

@@ -145,9 +145,10 @@ class _Norm:
         grad = local_as(grad_output, self.mesh, self.placements).to(self.local.dtype)
         mean, rstd = (local_as(tensor, self.mesh, self.outer) for tensor in (mean, rstd))
         grad_input = self.local
+        own = None if weight is None else self._own(weight)  # handed out on all ranks, also where no row is
         if mask[0] and self.numbers:
             grad_input = ops.group_norm_backward(
-                self._row(grad if weight is None else grad * self._own(weight)), self._row(self.local), None,
+                self._row(grad if own is None else grad * own), self._row(self.local), None,
                 mean.reshape(1, -1), rstd.reshape(1, -1), self.numbers, [True, False, False], self.groups,
             )[0].view(self.local.shape)  # fmt: skip
         return (
