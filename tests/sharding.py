@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,5 +107,5 @@ def draw_convolution(rng: random.Random, dims: int, transposed: bool) -> tuple[l
             return extents, kernel, stride, padding, dilation, extra
 
 
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_()
+def leaf(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().clone().requires_grad_()

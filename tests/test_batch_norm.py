@@ -7,13 +7,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from sharding import assert_same, layout_of, random_layout, shardings, total
+from sharding import assert_same, layout_of, leaf, random_layout, shardings, total
 
 from torchtp.testing import run_ranks
-
-
-def leaf(tensor):
-    return None if tensor is None else tensor.detach().clone().requires_grad_()
 
 
 def norms(seed, count):

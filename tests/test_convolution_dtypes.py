@@ -30,7 +30,7 @@ def narrow_parts():
             y = torch.ops.aten.convolution(*wide, None, *args)
             assert y.size(3) == size, what
             dy = torch.randn(y.shape, dtype=torch.bfloat16)
-            part, w = cut.shard(x).detach().clone().requires_grad_(), leaf(weight)
+            part, w = leaf(cut.shard(x)), leaf(weight)
             out = torch.ops.torchtp.convolution(part, w, None, *args, *cut.cut(x))
             dx, dw = torch.autograd.grad(out, (part, w), cut.shard(dy).contiguous())
             theirs = torch.autograd.grad(y, wide, dy.double())

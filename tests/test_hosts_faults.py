@@ -235,7 +235,7 @@ def _out_of_reach():
     return error
 
 
-def test_a_connection_that_is_refused_is_heard_of_by_all_at_once():
+def test_a_connection_that_finds_no_way_is_heard_of_by_all():
     with contextlib.closing(Hosts((1, 1, 1))) as hosts:
         errors = hosts.run(_out_of_reach, timeout=30)
     assert len(set(errors)) == 1, errors

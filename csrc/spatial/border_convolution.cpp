@@ -2,7 +2,6 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <torch/library.h>
@@ -72,12 +71,9 @@ Axes axes_of(const at::Tensor& input, const at::Tensor& weight, const Convolutio
 
 std::vector<int64_t> paddings(const Axes& axes) { return {axes[0].padding(), axes[1].padding()}; }
 
-// constant_pad_nd's list begins at the last dim. Nothing is copied where nothing is missing.
 at::Tensor framed(const at::Tensor& tensor, const Region& have, const Region& frame) {
-  const std::vector<int64_t> zeros{have[1].begin - frame[1].begin, frame[1].end - have[1].end,
-                                   have[0].begin - frame[0].begin, frame[0].end - have[0].end};
-  const bool fits = std::all_of(zeros.begin(), zeros.end(), [](int64_t rows) { return rows == 0; });
-  return fits ? tensor : at::constant_pad_nd(tensor, zeros);
+  return padded(tensor, {have[1].begin - frame[1].begin, frame[1].end - have[1].end, have[0].begin - frame[0].begin,
+                         frame[0].end - have[0].end});
 }
 
 // Own rows and columns and those around them, which lie in pieces.

@@ -1,6 +1,5 @@
 #include "spatial/convolution.h"
 
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
@@ -64,7 +63,7 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
   const ConvolutionParams global = params;
   const at::Tensor own = input;
   bool nothing = input.is_meta(), no_inputs = false;
-  // constant_pad_nd's list starts at the last dim: (before, after) each.
+  // Of padded(), whose list starts at the last dim.
   std::vector<int64_t> pads(2 * (input.dim() - 2), 0);
   for (const Cut& cut : cuts) {
     const size_t index = cut.dim - 2;
@@ -93,10 +92,9 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
   if (no_inputs) {
     output = no_rows(own, weight, global, cuts);
   } else {
-    output = at::convolution(input, weight, grows ? std::nullopt : bias, params.stride, params.padding, params.dilation,
-                             true, params.output_padding, params.groups);
-    const bool fits = std::all_of(pads.begin(), pads.end(), [](int64_t pad) { return pad == 0; });
-    if (!fits) output = at::constant_pad_nd(output, pads);
+    output = padded(at::convolution(input, weight, grows ? std::nullopt : bias, params.stride, params.padding,
+                                    params.dilation, true, params.output_padding, params.groups),
+                    pads);
   }
   if (bias && grows) {
     std::vector<int64_t> shape(output.dim(), 1);
@@ -130,8 +128,7 @@ at::Tensor wide_padding_laid(const at::Tensor& x, const at::Tensor& weight, Conv
     const size_t place = 2 * (local.padding.size() - 1 - index);  // the list starts at the last dim
     pads[place] = pads[place + 1] = laid;
   }
-  const bool fits = std::all_of(pads.begin(), pads.end(), [](int64_t rows) { return rows == 0; });
-  return fits ? x : at::constant_pad_nd(x, pads);
+  return padded(x, pads);
 }
 
 // dx and dw by ATen, on own x and the pulled dy.

@@ -2,8 +2,10 @@
 
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -190,6 +192,11 @@ void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to
     }
   });
   if (!same_layout && !rows.empty()) to.narrow(dim, at, rows.size()).copy_(from.narrow(dim, rows.begin, rows.size()));
+}
+
+at::Tensor padded(const at::Tensor& tensor, at::IntArrayRef pads) {
+  const bool fits = std::all_of(pads.begin(), pads.end(), [](int64_t rows) { return rows == 0; });
+  return fits ? tensor : at::constant_pad_nd(tensor, pads);
 }
 
 exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer) {

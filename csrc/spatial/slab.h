@@ -17,6 +17,10 @@ at::Tensor with_format(const at::Tensor& tensor);
 // The tensor in one of the dense layouts that slabs are cut from: contiguous or channels_last.
 at::Tensor dense(const at::Tensor& tensor);
 
+// As at::constant_pad_nd with zeros, whose list starts at the last dim: (before, after) each, negative to crop. The
+// tensor itself where there is nothing to do.
+at::Tensor padded(const at::Tensor& tensor, at::IntArrayRef pads);
+
 // Writes rows of the dense tensor `to`, in one pass over it: from row `at` on `rows` of the dense tensor `from`, which
 // is as large as `to` beside `dim`, and `fill` in `before` and `after`. All in local coordinates. On the CPU.
 void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to, int64_t at, const Interval& before,

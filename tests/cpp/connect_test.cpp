@@ -27,8 +27,6 @@ using std::chrono::milliseconds;
 using Introductions = std::vector<std::string>;
 using Lines = std::map<Line, Fd>;
 
-const auto kSoon = std::chrono::seconds(60);
-
 Fd knock(const std::string& introduction) {
   const std::string where = introduction.substr(0, introduction.rfind(' '));
   const Address address = Address::parse(where);

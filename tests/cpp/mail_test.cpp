@@ -6,40 +6,22 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
-#include <set>
 
 #include "check.h"
-#include "net/connect.h"
+#include "doors.h"
 #include "ranks.h"
 
 using torchtp::cat;
 using torchtp::Contents;
 using torchtp::Deadline;
 using torchtp::Fd;
-using torchtp::test::run_threads;
-using namespace torchtp::net;
 using torchtp::shm::Bootstrap;
+using namespace torchtp::net;
+using namespace torchtp::test;
 
 namespace {
 
 using std::chrono::milliseconds;
-
-const auto kSoon = std::chrono::seconds(60);
-
-std::map<int, Fd> connections(Bootstrap& bootstrap) {
-  const Door door("lo");
-  std::set<Line> lines;
-  for (int r = 0; r < bootstrap.size(); ++r) {
-    if (r != bootstrap.rank()) lines.insert({r, 0});
-  }
-  std::map<int, Fd> made;
-  const auto introductions = bootstrap.all_gather(door.introduction());
-  for (auto& [line, socket] : door.connect(bootstrap.rank(), lines, introductions, Deadline(kSoon))) {
-    made[line.peer] = std::move(socket);
-  }
-  bootstrap.all_gather("");
-  return made;
-}
 
 Mail::Memory memory(size_t num_bytes, int value = 0) {
   std::shared_ptr<std::byte[]> bytes(new std::byte[std::max<size_t>(num_bytes, 1)]);
@@ -67,7 +49,7 @@ void check_filled(const Mail::Memory& bytes, size_t num_bytes, int value) {
 void in_any_order(int size) {
   constexpr int kMessages = 40, kTags = 4;
   run_threads(size, [&](Bootstrap& bootstrap) {
-    Mail mail(bootstrap.rank(), connections(bootstrap));
+    Mail mail(bootstrap.rank(), connections(bootstrap, 1));
     const auto size_at = [](int from, int to, int i) {
       const int kind = (from * 7 + to * 3 + i) % 6;
       return kind == 0 ? 0 : kind < 4 ? kind * 777 : Mail::kEagerBytes * (kind - 3) + i;
@@ -115,7 +97,7 @@ void in_any_order(int size) {
 
 void from_anybody() {
   run_threads(4, [](Bootstrap& bootstrap) {
-    Mail mail(bootstrap.rank(), connections(bootstrap));
+    Mail mail(bootstrap.rank(), connections(bootstrap, 1));
     const size_t num_bytes = 200'000;
     if (bootstrap.rank() == 0) {
       std::vector<int> found;
@@ -137,7 +119,7 @@ void from_anybody() {
 
 void much_that_nobody_asks_for_waits_at_its_sender() {
   run_threads(2, [](Bootstrap& bootstrap) {
-    Mail mail(bootstrap.rank(), connections(bootstrap));
+    Mail mail(bootstrap.rank(), connections(bootstrap, 1));
     constexpr int kMessages = 1000;
     constexpr size_t kBytes = 60'000;
     if (bootstrap.rank() == 0) {
@@ -163,7 +145,7 @@ void two_contents_are_an_error_that_names_both(const Contents& wanted) {
   const auto describe = [](const Contents& each) { return cat(each.num_bytes, " of type ", each.dtype + 0); };
   for (const size_t sent : {size_t{10}, size_t{1} << 20}) {
     run_threads(2, [&](Bootstrap& bootstrap) {
-      Mail mail(bootstrap.rank(), connections(bootstrap), describe);
+      Mail mail(bootstrap.rank(), connections(bootstrap, 1), describe);
       const Contents receives(wanted.num_bytes != 0 ? wanted.num_bytes : sent, wanted.dtype);
       const std::string error =
           cat("rank 1 receives ", describe(receives), " with tag 3 from rank 0, which sent ", sent, " of type 6");
@@ -189,7 +171,7 @@ void two_contents_are_an_error_that_names_both(const Contents& wanted) {
 
 void who_goes_says_why() {
   run_threads(3, [](Bootstrap& bootstrap) {
-    auto mail = std::make_unique<Mail>(bootstrap.rank(), connections(bootstrap));
+    auto mail = std::make_unique<Mail>(bootstrap.rank(), connections(bootstrap, 1));
     const int me = bootstrap.rank();
     if (me == 2) {
       mail->send(0, 1, memory(4, 8), 4);
@@ -221,7 +203,7 @@ void nonsense_ends_the_connection() {
   run_threads(2, [](Bootstrap& bootstrap) {
     std::mt19937 random(7);
     for (int trial = 0; trial < 200; ++trial) {
-      auto made = connections(bootstrap);
+      auto made = connections(bootstrap, 1);
       if (bootstrap.rank() == 0) {
         Mail mail(0, std::move(made));
         const auto one = mail.receive(1, 0, memory(100), 100);

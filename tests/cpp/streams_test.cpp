@@ -27,22 +27,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-const auto kSoon = std::chrono::seconds(60);
-
-// Of two to each other rank the second.
-std::map<int, Fd> connections(Bootstrap& bootstrap) {
-  const Door door(kLoopback);
-  const auto lines = lines_of(bootstrap.rank(), bootstrap.size(), 2);
-  const auto introductions = bootstrap.all_gather(door.introduction());
-  std::map<int, Fd> connections;
-  for (auto& [line, socket] : door.connect(bootstrap.rank(), lines, introductions, Deadline(kSoon))) {
-    if (line.use == 1) connections[line.peer] = std::move(socket);
-  }
-  bootstrap.all_gather("");
-  return connections;
-}
-
-std::unique_ptr<Streams> connect(Bootstrap& bootstrap) { return std::make_unique<Streams>(connections(bootstrap)); }
+std::unique_ptr<Streams> connect(Bootstrap& bootstrap) { return std::make_unique<Streams>(connections(bootstrap, 2)); }
 
 void finish(Streams& streams, const Streams::MessagePtr& message) {
   const Deadline deadline(kSoon);
@@ -158,7 +143,7 @@ void a_peer_that_goes_is_a_lost_message() {
 void the_last_words_of_a_peer_are_heard_by_who_sends_to_it() {
   run_threads(2, [](Bootstrap& bootstrap) {
     constexpr char kWords[] = "farewell";
-    auto sockets = connections(bootstrap);
+    auto sockets = connections(bootstrap, 2);
     if (bootstrap.rank() == 1) {
       Fd socket = std::move(sockets.at(0));
       bootstrap.all_gather("rank 0 has sent");
