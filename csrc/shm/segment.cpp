@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <thread>
 
@@ -156,7 +157,8 @@ void Segment::take(const std::byte* begin, size_t num_bytes) const {
 // microsecond or two, 16 of them a halo of 64 KB. Older kernels cannot; then it is so.
 void Segment::populate(const std::byte* begin, size_t num_bytes) const noexcept {
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
-  const size_t first = static_cast<size_t>(begin - mapping_.data()) / kPage * kPage;
+  static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // 64 KiB on some ARM hosts
+  const size_t first = static_cast<size_t>(begin - mapping_.data()) / page * page;
   const size_t end = static_cast<size_t>(begin - mapping_.data()) + num_bytes;
   madvise(mapping_.data() + first, end - first, kPopulateWrite);
 }
