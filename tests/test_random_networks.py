@@ -79,6 +79,11 @@ def test_random_networks(make, axes):
     assert_alike(make, axes, range(60), 120)
 
 
+def test_strides_of_one_channel_on_a_rank_with_one_row():
+    """They say nothing, and a convolution chooses by them how its result lies."""
+    assert_alike(random_network, {"h": 3}, [1952], 60)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
 @pytest.mark.parametrize("axes", MESHES, ids=str)

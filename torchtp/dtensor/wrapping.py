@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -122,7 +122,8 @@ def from_part(
 def wrap_as_one_device(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
     """As `wrap`, of a part that lies as it happens to be made of pieces on its rank: brought to the order of one device."""
     stride = dense_stride(shape, called.stride_of_one_device(shape))
-    return wrap(in_order(local, stride), mesh, placements, shape, stride)
+    local = in_order(local, stride)
+    return wrap(_with_strides(local, dense_stride(local.shape, stride)), mesh, placements, shape, stride)
 
 
 def wrap_in_format(
@@ -130,8 +131,19 @@ def wrap_in_format(
 ) -> DTensor:
     """As `wrap`, of a result that one device's kernels write contiguous, or channels last if `like` lies so."""
     order = torch.contiguous_format if like is None else suggest_memory_format(_without_data(like))
-    stride = torch.empty(shape, device="meta", memory_format=order).stride()
-    return wrap(in_order(local, stride), mesh, placements, shape, stride)
+    stride = _stride_in(order, shape)
+    local = in_order(local, stride)
+    return wrap(_with_strides(local, _stride_in(order, local.shape)), mesh, placements, shape, stride)
+
+
+@lru_cache(4096)
+def _stride_in(order: torch.memory_format, shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=order).stride()
+
+
+def _with_strides(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The part with these strides, which differ from its own at most where it has one row: by those, too, ops choose how their result lies."""
+    return local if local.stride() == stride else local.as_strided(local.shape, stride)
 
 
 def _in_one_order(
@@ -150,7 +162,10 @@ def _in_one_order(
     if like is None and made_of and made_of[0].dim() == len(shape):
         like = made_of[0].stride()
     stride = dense_stride(shape, like)
-    return in_order(local, stride) if tells else local, stride
+    if not tells:
+        return local, stride
+    local = in_order(local, stride)
+    return _with_strides(local, dense_stride(local.shape, stride)), stride
 
 
 def in_order(local: torch.Tensor, whole: tuple[int, ...]) -> torch.Tensor:
