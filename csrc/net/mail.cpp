@@ -121,25 +121,22 @@ void Mail::arrived(int peer, const Header& header, Memory bytes) {
 
 // One header and its payload, in this order. Called with the lock held, so that two do not mix.
 void Mail::post(int peer, Header header, Memory payload, size_t num_bytes, MessagePtr finishes) {
-  auto head = std::make_shared<Header>(header);
-  Header* const bytes = head.get();
-  streams_->send(peer, bytes, sizeof(Header), [this, head, last = header.kind == Kind::kGoodbye && num_bytes == 0] {
-    if (!last) return;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ++num_goodbyes_sent_;
-    changed_.notify_all();
-  });
-  if (num_bytes == 0) return;
+  const auto head = std::make_shared<Header>(header);
   std::byte* const data = payload.get();
-  streams_->send(peer, data, num_bytes, [this, payload = std::move(payload), kind = header.kind, peer, finishes] {
+  const auto gone = [this, head, payload = std::move(payload), peer, finishes = std::move(finishes)] {
+    const bool is_goodbye = head->kind == Kind::kGoodbye;
+    if (!finishes && !is_goodbye) return;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (finishes) finish(finishes, peer);
-      if (kind == Kind::kGoodbye) ++num_goodbyes_sent_;
+      if (is_goodbye) ++num_goodbyes_sent_;
       changed_.notify_all();
     }
     give_back();
-  });
+  };
+  if (num_bytes == 0) return streams_->send(peer, head.get(), sizeof(Header), gone);
+  streams_->send(peer, head.get(), sizeof(Header), [head] {});
+  streams_->send(peer, data, num_bytes, gone);
 }
 
 void Mail::give_back() {
@@ -187,6 +184,7 @@ void Mail::take_header(int peer) {
       });
     }
     case Kind::kOffer:
+      if (header.number != from.next_offered++) return nonsense();
       arrived(peer, header, nullptr);
       break;
     case Kind::kAsk: {
@@ -206,6 +204,10 @@ void Mail::take_header(int peer) {
     case Kind::kData: {
       const MessagePtr message = take_out(from.asked, header.number);
       if (!message || header.num_bytes != message->contents.num_bytes) return nonsense();
+      if (header.num_bytes == 0) {
+        finish(message, peer);
+        break;
+      }
       return streams_->receive(peer, message->data.get(), message->contents.num_bytes, [this, peer, message] {
         {
           const std::lock_guard<std::mutex> hold(mutex_);

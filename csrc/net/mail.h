@@ -81,8 +81,8 @@ class Mail {
   };
 
   struct Peer {
-    Header header{};  // that is read
-    uint64_t next_offer = 0;
+    Header header{};                            // that is read
+    uint64_t next_offer = 0, next_offered = 0;  // numbers: of this rank to the peer, and of the peer to it
     size_t not_taken =
         0;             // what eager messages cost the peer, as far as it has not said that somebody has asked for them
     size_t taken = 0;  // the same of this rank, not yet said

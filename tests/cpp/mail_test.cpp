@@ -141,6 +141,28 @@ void much_that_nobody_asks_for_waits_at_its_sender() {
   });
 }
 
+void an_empty_one_waits_there_too() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    Mail mail(bootstrap.rank(), connections(bootstrap, 1));
+    constexpr int kMessages = 100;
+    const size_t kBytes = Mail::kEagerBytes;
+    if (bootstrap.rank() == 0) {
+      std::vector<Mail::MessagePtr> messages;
+      for (int i = 0; i < kMessages; ++i) messages.push_back(mail.send(1, 1, memory(kBytes), kBytes));
+      for (int i = 0; i < 2; ++i) messages.push_back(mail.send(1, 2, memory(i), i));
+      for (int i = 0; i < 100'000; ++i) messages.push_back(mail.send(1, 3, memory(0), 0));
+      bootstrap.all_gather("");
+      for (const auto& each : messages) check_done(mail, each);
+    } else {
+      bootstrap.all_gather("");
+      for (int i = 0; i < 2; ++i) check_done(mail, mail.receive(0, 2, memory(i), i));
+      for (int i = 0; i < 100'000; ++i) check_done(mail, mail.receive(0, 3, memory(0), 0));
+      for (int i = 0; i < kMessages; ++i) check_done(mail, mail.receive(0, 1, memory(kBytes), kBytes));
+    }
+    bootstrap.all_gather("");
+  });
+}
+
 void two_contents_are_an_error_that_names_both(const Contents& wanted) {
   const auto describe = [](const Contents& each) { return cat(each.num_bytes, " of type ", each.dtype + 0); };
   for (const size_t sent : {size_t{10}, size_t{1} << 20}) {
@@ -199,6 +221,30 @@ void who_goes_says_why() {
   });
 }
 
+// The same number twice: the first receive would be forgotten.
+void an_offer_made_twice_ends_the_connection() {
+  struct Header {
+    uint16_t kind, dtype;
+    int32_t tag;
+    uint64_t num_bytes, number;
+  };
+  run_threads(2, [](Bootstrap& bootstrap) {
+    auto made = connections(bootstrap, 1);
+    constexpr size_t kBytes = 2 * Mail::kEagerBytes;
+    if (bootstrap.rank() == 0) {
+      Mail mail(0, std::move(made));
+      const auto one = mail.receive(1, 0, memory(kBytes), kBytes), other = mail.receive(1, 0, memory(kBytes), kBytes);
+      bootstrap.all_gather("");
+      CHECK(end_of(mail, one) == Mail::State::kLost && end_of(mail, other) == Mail::State::kLost);
+    } else {
+      const Header offer{2, 0, 0, kBytes, 0}, offers[] = {offer, offer};
+      CHECK_EQUAL(send(made.at(0).get(), offers, sizeof(offers), MSG_NOSIGNAL), ssize_t{sizeof(offers)});
+      bootstrap.all_gather("");
+    }
+    bootstrap.all_gather("");
+  });
+}
+
 void nonsense_ends_the_connection() {
   run_threads(2, [](Bootstrap& bootstrap) {
     std::mt19937 random(7);
@@ -230,9 +276,11 @@ int main() {
       {"in any order, 4 ranks", [] { in_any_order(4); }},
       {"from anybody", from_anybody},
       {"much that nobody asks for waits at its sender", much_that_nobody_asks_for_waits_at_its_sender},
+      {"an empty one waits there too", an_empty_one_waits_there_too},
       {"two sizes are an error that names both", [] { two_contents_are_an_error_that_names_both({5, 6}); }},
       {"two types are an error that names both", [] { two_contents_are_an_error_that_names_both({0, 7}); }},
       {"who goes says why", who_goes_says_why},
+      {"an offer made twice ends the connection", an_offer_made_twice_ends_the_connection},
       {"nonsense ends the connection", nonsense_ends_the_connection},
   });
 }
