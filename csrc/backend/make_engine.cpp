@@ -122,8 +122,7 @@ MadeEngine make_engine(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
     group_options.whereabouts = options.whereabouts;
     group_options.describe = collectives::describe;
     group_options.handle_signals = run_signal_handlers;
-    const auto hosts =
-        shm::find_hosts(bootstrap, Deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestSearch)));
+    const auto hosts = shm::find_hosts(bootstrap, std::min<std::chrono::milliseconds>(options.timeout, kLongestSearch));
     if (hosts.size() > 1) return {make_hosts_engine(bootstrap, hosts, group_options, options), bootstrap.prefix()};
     return {std::make_shared<SharedMemoryEngine>(shm::Group::create(bootstrap, group_options)), bootstrap.prefix()};
   } catch (...) {

@@ -131,11 +131,12 @@ struct Group::Key {};
 
 std::shared_ptr<Group> Group::create(Bootstrap& bootstrap, GroupOptions options) {
   const int rank = bootstrap.rank(), size = bootstrap.size();
-  const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
   std::shared_ptr<Segment> segment;
   std::optional<Handover> handover;
   const auto processes =
       std::make_shared<KnownProcesses>(processes_of(together(bootstrap, kTrouble, introduction)), rank);
+  // From when all have come.
+  const Deadline deadline(std::min<std::chrono::milliseconds>(options.timeout, kLongestCreation));
   bootstrap.watch([processes](int peer) { return processes->has_died(peer); });
   const std::vector<std::string> offers = together(bootstrap, kTrouble, [&] {
     if (size < 1 || size > kMaxRanks) throw Error(cat("it has ", size, " ranks, at most ", kMaxRanks, " are possible"));

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/deadline.h"
 #include "core/format.h"
 #include "shm/handover.h"
 #include "shm/introduction.h"
@@ -43,7 +44,7 @@ int number_up_to(int rank, const std::string& text) {
 
 }  // namespace
 
-std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& deadline) {
+std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, std::chrono::milliseconds longest) {
   const int rank = bootstrap.rank(), size = bootstrap.size();
   if (size == 1) return {{0}};
 
@@ -57,6 +58,7 @@ std::vector<std::vector<int>> find_hosts(Bootstrap& bootstrap, const Deadline& d
     processes.push_back(words.substr(0, space));
     addresses.push_back(words.substr(std::min(space + 1, words.size())));
   }
+  const Deadline deadline(longest);
   const auto watched = std::make_shared<KnownProcesses>(std::move(processes), rank);
   bootstrap.watch([watched](int peer) { return watched->has_died(peer); });
   // The first rank that can be reached at all.

@@ -4,11 +4,12 @@
 #include "shm/hosts.h"
 
 #include <algorithm>
+#include <thread>
+#include <utility>
 
 #include "check.h"
 #include "ranks.h"
 
-using torchtp::Deadline;
 using torchtp::test::error_of;
 using torchtp::test::run_threads;
 using namespace torchtp::shm;
@@ -41,7 +42,31 @@ class Elsewhere final : public Bootstrap {
 void check_hosts(int size, int away, const std::vector<std::vector<int>>& expected) {
   run_threads(size, [&](Bootstrap& bootstrap) {
     Elsewhere mine(bootstrap, bootstrap.rank() == away);
-    CHECK(find_hosts(mine, Deadline(kSoon)) == expected);
+    CHECK(find_hosts(mine, kSoon) == expected);
+  });
+}
+
+// Comes later than the others may search.
+class Late final : public Bootstrap {
+ public:
+  Late(Bootstrap& inner, std::chrono::milliseconds by) : inner_(inner), by_(by) {}
+  int rank() const override { return inner_.rank(); }
+  int size() const override { return inner_.size(); }
+  std::vector<std::string> all_gather(const std::string& mine) override {
+    std::this_thread::sleep_for(std::exchange(by_, std::chrono::milliseconds(0)));
+    return inner_.all_gather(mine);
+  }
+
+ private:
+  Bootstrap& inner_;
+  std::chrono::milliseconds by_;
+};
+
+void check_a_late_rank() {
+  constexpr auto kLongest = std::chrono::milliseconds(3000);
+  run_threads(3, [&](Bootstrap& bootstrap) {
+    Late mine(bootstrap, bootstrap.rank() == 0 ? kLongest + std::chrono::milliseconds(100) : kLongest * 0);
+    CHECK(find_hosts(mine, kLongest) == std::vector<std::vector<int>>({{0, 1, 2}}));
   });
 }
 
@@ -67,7 +92,7 @@ void check_nonsense() {
   for (const std::string nonsense : {"", "+", "+x", "+-1", "+2", "+1 ", "+99999999999999999999"}) {
     run_threads(3, [&](Bootstrap& bootstrap) {
       Liar mine(bootstrap, nonsense);
-      CHECK(error_of([&] { find_hosts(mine, Deadline(kSoon)); }).find("rank 1") != std::string::npos);
+      CHECK(error_of([&] { find_hosts(mine, kSoon); }).find("rank 1") != std::string::npos);
     });
   }
 }
@@ -80,6 +105,7 @@ int main() {
       {"ranks of one process share a host", [] { check_hosts(4, -1, {{0, 1, 2, 3}}); }},
       {"the first rank is away", [] { check_hosts(3, 0, {{0}, {1, 2}}); }},
       {"a rank in the middle is away", [] { check_hosts(4, 2, {{0, 1, 3}, {2}}); }},
+      {"the search begins when all have come", check_a_late_rank},
       {"what a rank says is checked", check_nonsense},
   });
 }
