@@ -217,6 +217,33 @@ def test_a_forked_child_may_make_a_group_and_end_it_with_the_inherited_one():
     run_ranks(_a_group_of_a_forked_child, 2, backend="torchtp", fresh=True)
 
 
+def _a_wait_of_forked_children(folder):
+    """Two ranks without the group that they inherited, whose memory is unmapped: a long wait tells of itself in their own alone."""
+    dist.all_reduce(torch.ones(4))
+    children = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.destroy_process_group()
+                os.environ["TORCHTP_HEAP_BYTES"] = str(100_000_000)  # another mapping, at another address
+                dist.init_process_group("torchtp", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+                time.sleep(rank * 0.5)  # so that the other one waits for long
+                tensor = torch.ones(2)
+                dist.all_reduce(tensor)
+                dist.destroy_process_group()
+                os._exit(0 if (tensor == 2).all() else 1)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(2)
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0]
+
+
+def test_forked_children_wait_in_a_group_of_their_own_after_they_ended_the_inherited_one(tmp_path):
+    run_ranks(_a_wait_of_forked_children, 1, tmp_path, backend="torchtp", fresh=True)
+
+
 _FORKS = """
 import os, sys
 import torch, torch.distributed as dist, torchtp

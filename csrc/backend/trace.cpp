@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "core/clock.h"
 #include "core/error.h"
@@ -70,6 +71,12 @@ void write_group(std::ostream& out, const Recorder& recorder) {
 }  // namespace
 
 Trace::~Trace() = default;
+
+std::shared_ptr<shm::Whereabouts> Trace::whereabouts() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(process_, getpid()) != getpid()) whereabouts_ = std::make_shared<shm::Whereabouts>();
+  return whereabouts_;
+}
 
 void Trace::add(const std::weak_ptr<Recorder>& recorder) {
   std::lock_guard<std::mutex> lock(mutex_);

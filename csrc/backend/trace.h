@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,8 +23,9 @@ class Trace {
   Trace& operator=(const Trace&) = delete;
 
   void add(const std::weak_ptr<Recorder>& recorder);
-  // Where this process waits, of all its groups.
-  const std::shared_ptr<shm::Whereabouts>& whereabouts() const { return whereabouts_; }
+  // Where this process waits, of all its groups. A forked child has its own: it must not write on the boards of its
+  // parent's groups, which it may have unmapped.
+  std::shared_ptr<shm::Whereabouts> whereabouts();
   std::vector<std::shared_ptr<Recorder>> recorders() const;
 
   // From now on the first error of a group, and each of these signals, writes PATH.rank<global rank>.jsonl. After the
@@ -35,8 +38,9 @@ class Trace {
   std::string dump(const std::string& reason, const std::string& path = "") const noexcept;
 
  private:
-  const std::shared_ptr<shm::Whereabouts> whereabouts_ = std::make_shared<shm::Whereabouts>();
   mutable std::mutex mutex_;  // of the members below
+  std::shared_ptr<shm::Whereabouts> whereabouts_;
+  pid_t process_ = 0;  // whose that is
   std::vector<std::weak_ptr<Recorder>> recorders_;
   std::string path_;
   std::unique_ptr<SignalWatch> watch_;
