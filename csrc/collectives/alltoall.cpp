@@ -26,14 +26,16 @@ uint64_t size_in(const std::byte* slot, size_t index) {
   return value;
 }
 
-// The longest message between two ranks, after a check that all senders and receivers agree.
-size_t agree_on_longest(const shm::Group& group) {
-  const int num_ranks = group.size();
+// The longest message between two ranks, after a check that all senders and receivers agree. It decides how many rounds
+// all make, so each rank puts in its own sizes as it knows them: what stands in its slot another may have written over.
+size_t agree_on_longest(const shm::Group& group, const std::vector<size_t>& send_bytes,
+                        const std::vector<size_t>& receive_bytes) {
+  const int num_ranks = group.size(), rank = group.rank();
   size_t longest = 0;
   for (int s = 0; s < num_ranks; ++s) {
     for (int d = 0; d < num_ranks; ++d) {
-      const uint64_t sent = size_in(group.peer_slot(s), d);
-      const uint64_t expected = size_in(group.peer_slot(d), num_ranks + s);
+      const uint64_t sent = s == rank ? send_bytes[d] : size_in(group.peer_slot(s), d);
+      const uint64_t expected = d == rank ? receive_bytes[s] : size_in(group.peer_slot(d), num_ranks + s);
       if (sent != expected) {
         throw Error("alltoall: rank " + std::to_string(s) + " sends " + std::to_string(sent) + " bytes to rank " +
                     std::to_string(d) + ", which expects " + std::to_string(expected) +
@@ -75,7 +77,7 @@ void alltoall(const Call& call, const std::vector<const std::byte*>& inputs, con
     }
     group.round(print);
     if (offset == 0) {
-      longest = agree_on_longest(group);
+      longest = agree_on_longest(group, send_bytes, receive_bytes);
       copy_bytes(outputs[rank], inputs[rank], send_bytes[rank]);
     }
     for (int r = 0; r < num_ranks; ++r) {

@@ -1,6 +1,8 @@
 // What must not happen when shared memory, or what ranks say while a group is made, holds anything at all: a crash, an
 // access out of bounds, a hang. Runs a fixed number of steps; hostile_test [factor [seed]] runs more.
 
+#include <sched.h>
+
 #include <cstring>
 #include <random>
 #include <utility>
@@ -240,6 +242,28 @@ std::byte* boards_of(const Group& group) {
   return slots_of(group) - pages(8 * sizeof(RingControl)) - pages(2 * sizeof(Board));
 }
 
+// Rank 2 writes over what ranks 0 and 1 have told of the bytes between them: so many rounds would never end.
+void nonsense_in_the_sizes_of_an_alltoall() {
+  test::run_processes(3, [](Bootstrap& bootstrap) {
+    const auto group = make(bootstrap, options());
+    std::vector<std::byte> sent(300), received(300);
+    const auto pieces = [](std::vector<std::byte>& of) {
+      return std::vector{of.data(), of.data() + 100, of.data() + 200};
+    };
+    const auto inputs = pieces(sent);
+    if (group->rank() == 2) {
+      auto* const sends = reinterpret_cast<std::atomic<uint64_t>*>(group->slot(0)) + 1;
+      auto* const expects = reinterpret_cast<std::atomic<uint64_t>*>(group->slot(1)) + 3;
+      while (sends->load() != 100 || expects->load() != 100) sched_yield();
+      for (auto* const each : {sends, expects}) each->store(uint64_t{1} << 60);
+    }
+    CHECK(!survives([&] {
+      collectives::alltoall({*group, 1}, {inputs.begin(), inputs.end()}, {100, 100, 100}, pieces(received),
+                            {100, 100, 100}, c10::ScalarType::Byte);
+    }));
+  });
+}
+
 // Rank 1 is missing, and where it waits may be anything: rank 0's report is text.
 void nonsense_on_a_board() {
   for (int trial = 0; trial < 40 * factor; ++trial) {
@@ -330,6 +354,7 @@ int main(int argc, char** argv) {
       {"nonsense while a group is made", nonsense_while_a_group_is_made},
       {"nonsense at the socket", nonsense_at_the_socket},
       {"nonsense in ring positions", nonsense_in_ring_positions},
+      {"nonsense in the sizes of an alltoall", nonsense_in_the_sizes_of_an_alltoall},
       {"nonsense on a board", nonsense_on_a_board},
       {"scribbling while ranks talk", scribbling_while_ranks_talk},
   });
