@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstddef>
@@ -17,6 +18,7 @@ namespace torchtp::shm {
 namespace {
 
 constexpr size_t kTokenLength = 32;
+constexpr size_t kMostTaken = (CMSG_SPACE(sizeof(int)) - CMSG_LEN(0)) / sizeof(int);  // room for one is room for two
 
 // A name that starts with a zero byte is in no file system.
 socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
@@ -120,16 +122,21 @@ Fd Receiver::receive(const Deadline& deadline) {
   wait_readable(socket_, deadline, "waiting for the segment from rank 0");
   DescriptorMessage message;
   const ssize_t got = recvmsg(socket_.get(), &message.header, MSG_CMSG_CLOEXEC);
-  if (got == 1 && (message.header.msg_flags & MSG_CTRUNC) != 0) {
+  std::array<Fd, kMostTaken> taken;  // whatever has come is closed where it is not what was awaited
+  const cmsghdr* const entry = got == 1 ? CMSG_FIRSTHDR(&message.header) : nullptr;
+  const bool has_any = entry && entry->cmsg_level == SOL_SOCKET && entry->cmsg_type == SCM_RIGHTS;
+  const size_t count = has_any ? (entry->cmsg_len - CMSG_LEN(0)) / sizeof(int) : 0;
+  for (size_t i = 0; i < std::min(count, kMostTaken); ++i) {
+    int value = -1;
+    std::memcpy(&value, CMSG_DATA(entry) + i * sizeof(value), sizeof(value));
+    taken[i] = Fd(value);
+  }
+  if (got == 1 && count == 0 && (message.header.msg_flags & MSG_CTRUNC) != 0) {
     throw Error("it has no descriptor left to take the segment with (ulimit -n)");
   }
-  const cmsghdr* const entry = got == 1 ? CMSG_FIRSTHDR(&message.header) : nullptr;
-  if (!entry || entry->cmsg_type != SCM_RIGHTS || entry->cmsg_len != CMSG_LEN(sizeof(int))) {
-    throw Error("rank 0 hung up instead of handing over the segment");
-  }
-  int value = -1;
-  std::memcpy(&value, CMSG_DATA(entry), sizeof(value));
-  return Fd(value);
+  if (count > 1) throw Error("rank 0 handed over more than the segment");
+  if (count == 0) throw Error("rank 0 hung up instead of handing over the segment");
+  return std::move(taken[0]);
 }
 
 }  // namespace torchtp::shm

@@ -2,8 +2,13 @@
 
 #include "shm/segment.h"
 
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
 
+#include <cstddef>
+#include <cstring>
 #include <random>
 
 #include "check.h"
@@ -102,6 +107,38 @@ void nobody_waits_for_who_has_died() {
   for (Receiver* const each : {&first, &second}) {
     CHECK_CONTAINS(error_of([&] { each->receive(soon()); }), "hung up");
   }
+}
+
+void more_descriptors_than_one_are_closed() {
+  const std::string address(64, 'a');
+  const Fd rank_zero = Fd::unix_socket();
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  const std::string path = "torchtp-" + address.substr(0, 32);
+  path.copy(name.sun_path + 1, path.size());
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+  CHECK_EQUAL(bind(rank_zero.get(), reinterpret_cast<sockaddr*>(&name), length), 0);
+  CHECK_EQUAL(listen(rank_zero.get(), 1), 0);
+  Receiver receiver(address);
+  const Fd peer = Fd::accept(rank_zero);
+  const Fd next(dup(peer.get()));  // the number that the next descriptor would have, too, if nothing stays open
+  const int two[] = {peer.get(), peer.get()};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(two))] = {};
+  char byte = 0;
+  iovec part{&byte, 1};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof(control);
+  cmsghdr* const entry = CMSG_FIRSTHDR(&message);
+  entry->cmsg_level = SOL_SOCKET;
+  entry->cmsg_type = SCM_RIGHTS;
+  entry->cmsg_len = CMSG_LEN(sizeof(two));
+  std::memcpy(CMSG_DATA(entry), two, sizeof(two));
+  CHECK_EQUAL(sendmsg(peer.get(), &message, 0), ssize_t{1});
+  CHECK_CONTAINS(error_of([&] { receiver.receive(soon()); }), "more than the segment");
+  CHECK_EQUAL(Fd(dup(peer.get())).get(), next.get() + 1);
 }
 
 // Long enough for messages to start over at its beginning.
@@ -217,6 +254,7 @@ int main() {
       {"strangers do not get the file", strangers_do_not_get_the_file},
       {"nobody waits for who does not come", nobody_waits_for_who_does_not_come},
       {"nobody waits for who has died", nobody_waits_for_who_has_died},
+      {"more descriptors than one are closed", more_descriptors_than_one_are_closed},
       {"a ring carries bytes in order", a_ring_carries_bytes_in_order},
       {"a ring carries bytes between threads", a_ring_carries_bytes_between_threads},
       {"damaged positions are noticed", damaged_positions_are_noticed},
