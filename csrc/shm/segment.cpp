@@ -156,7 +156,7 @@ void Segment::take(const std::byte* begin, size_t num_bytes) const {
 // Maps reserved pages at once, in this process: one by one, as they are first written, each costs a trap of a
 // microsecond or two, 16 of them a halo of 64 KB. Older kernels cannot; then it is so.
 void Segment::populate(const std::byte* begin, size_t num_bytes) const noexcept {
-  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, since Linux 5.14
+  constexpr int kPopulateWrite = 23;                                    // MADV_POPULATE_WRITE, since Linux 5.14
   static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // 64 KiB on some ARM hosts
   const size_t first = static_cast<size_t>(begin - mapping_.data()) / page * page;
   const size_t end = static_cast<size_t>(begin - mapping_.data()) + num_bytes;
