@@ -310,6 +310,26 @@ def test_prelu_matches_reference():
     run_ranks(run_prelu, 2)
 
 
+def run_narrow():
+    """Values whose sums fp16 cannot hold, while it holds their means."""
+    mesh = init_device_mesh("cpu", (2,))
+    torchtp.dtensor.mark(mesh, [0])
+    x = torch.full((1, 2, 16, 16), 200.0, dtype=torch.float16)
+    cut = distribute_tensor(x, mesh, [Shard(2)], src_data_rank=None)
+    functions = [
+        lambda x: F.mse_loss(x, torch.zeros_like(x)),
+        lambda x: F.huber_loss(x, torch.zeros_like(x)),
+        lambda x: F.avg_pool2d(200 * x, 3, 1, 1, count_include_pad=False),
+        lambda x: F.avg_pool2d(200 * x, 3, 2, 1, ceil_mode=True),
+    ]
+    whole = [function(cut) for function in functions]
+    return [torch.equal(y.full_tensor(), f(x)) for y, f in zip(whole, functions, strict=True)]
+
+
+def test_means_of_large_numbers_of_16_bit_do_not_overflow():
+    assert run_ranks(run_narrow, 2) == [[True] * 4] * 2
+
+
 def run_item():
     mesh = init_device_mesh("cpu", (2,))
     x = torch.arange(99.0).view(1, 1, 9, 11)

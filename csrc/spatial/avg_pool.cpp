@@ -110,8 +110,12 @@ at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const Avg
     return at::empty(geometry.output_sizes(), input.options(), avg_pool_format(geometry, input));
   }
   const Divisors by = divisors(geometry, divisor, input.options());
-  const at::Tensor output = pool(geometry, frame, by.all.value_or(1));
-  return (by.all ? output : output.div_(by.each)).contiguous(avg_pool_format(geometry, input));
+  if (by.all) return pool(geometry, frame, *by.all).contiguous(avg_pool_format(geometry, input));
+  // A sum of 16 bit may overflow where the average does not; integers are divided as ATen does, towards 0.
+  const at::ScalarType type = input.scalar_type();
+  const at::Tensor sum = pool(geometry, at::isReducedFloatingType(type) ? frame.to(at::kFloat) : frame, 1);
+  const at::Tensor output = at::isIntegralType(type, false) ? at::div(sum, by.each, "trunc") : sum.div_(by.each);
+  return output.to(type).contiguous(avg_pool_format(geometry, input));
 }
 
 at::Tensor avg_pool_backward(const at::Tensor& grad_output, at::IntArrayRef input_sizes, const PoolParams& params,

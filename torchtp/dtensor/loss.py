@@ -67,11 +67,16 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
     mesh, placements = common_placements(op, tensors, shape)
     values = [aligned(op, value, shape, mesh, placements) for value in values]
-    values[at] = _SUM
-    total = all_reduced(op(*values), mesh, axes_cutting(placements))
+    narrow = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    values[at] = _NONE if narrow else _SUM
+    part = op(*values)
+    dtype = part.dtype
+    if narrow:  # as on one device: each element is rounded, a sum that fp16 cannot hold may have a mean that it can
+        part = part.sum(dtype=torch.float32)
+    total = all_reduced(part, mesh, axes_cutting(placements))
     if reduction == _MEAN:
         total = total / shape.numel()
-    return wrap(total, mesh, (Replicate(),) * mesh.ndim, total.shape)
+    return wrap(total.to(dtype), mesh, (Replicate(),) * mesh.ndim, total.shape)
 
 
 @rule("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
