@@ -154,6 +154,36 @@ def test_a_signal_handler_that_returns_disturbs_nothing():
     assert run_ranks(_handled, 2, backend="torchtp", fresh=True) == [2, 2]
 
 
+def _looked_at(by_thread):
+    """The reducer, by another thread or a handler of this one, while it waits in backward for rank 1."""
+    store, model = dist.distributed_c10d._get_default_store(), torch.nn.Linear(4, 4)
+    reducer, seen, waits = GradientReducer(model), [], threading.Event()
+    model(torch.ones(2, 4)).sum().backward()
+
+    def look():
+        seen.append(reducer.statistics.num_backwards)
+        store.set(f"looked at: {by_thread}", "yes")
+
+    if dist.get_rank() == 1:
+        store.wait([f"looked at: {by_thread}"])
+        model(torch.ones(2, 4)).sum().backward()
+        return None
+    if by_thread:
+        thread = threading.Thread(target=lambda: (waits.wait(), store.set(f"looked at: {by_thread}", "yes"), look()))
+        thread.start()
+    with ticking(waits.set if by_thread else look):
+        model(torch.ones(2, 4)).sum().backward()
+    if by_thread:
+        thread.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_reducer_may_be_looked_at_while_its_rank_waits_in_backward(by_thread):
+    seen, _ = run_ranks(_looked_at, 2, by_thread, backend="torchtp", fresh=True)
+    assert seen in (1, 2)
+
+
 def _calling(name):
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group()
     calls = {

@@ -170,6 +170,22 @@ def test_clipping_is_that_of_torch(packing, dtype, tolerance, most):
         assert norm < tolerance and error < tolerance and unused is None
 
 
+def _set_aside():
+    """A gradient that was kept, of a parameter that has none now: what clipping writes into the bucket reaches it not."""
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    reducer = GradientReducer(parameters, packing="together")
+    for _ in range(2):
+        sum(p.square().sum() for p in parameters).backward()
+    kept, parameters[0].grad = parameters[0].grad, None
+    wanted = kept.clone()
+    return reducer.clip_grad_norm_(1e-3).item(), torch.equal(kept, wanted)
+
+
+def test_clipping_leaves_a_gradient_that_was_set_aside_as_it_is():
+    norm = pytest.approx(4 * 3**0.5, rel=1e-5)
+    assert run_ranks(_set_aside, 2, backend="torchtp") == [(norm, True)] * 2
+
+
 def _infinite():
     parameter = nn.Parameter(torch.ones(3))
     reducer = GradientReducer([parameter], packing="together")

@@ -121,7 +121,10 @@ std::unique_ptr<CapturedGradients> captured(std::vector<at::Tensor> parameters, 
 }
 
 pybind11::dict statistics(const Reducer& reducer) {
-  const gradients::Statistics statistics = reducer.statistics();
+  const gradients::Statistics statistics = [&] {
+    const pybind11::gil_scoped_release no_gil;
+    return reducer.statistics();
+  }();
   pybind11::dict result;
   result["num_backwards"] = statistics.num_backwards;
   result["num_buckets"] = statistics.num_buckets;
@@ -148,19 +151,19 @@ void bind_gradients(pybind11::module_& m) {
            py::arg("own_hook"))
       .def_static("check", &check, py::arg("parameters"), py::arg("names"), py::arg("bucket_bytes"),
                   py::arg("first_bucket_bytes"), py::arg("compression"), py::arg("average"), py::arg("packing"))
-      .def_property("sync", &Reducer::sync, &Reducer::set_sync)
-      .def("set_interval", &Reducer::set_interval, py::arg("num_backwards"))
-      .def_property_readonly("num_unreduced", &Reducer::num_unreduced)
+      .def_property("sync", py::cpp_function(&Reducer::sync, no_gil), py::cpp_function(&Reducer::set_sync, no_gil))
+      .def("set_interval", &Reducer::set_interval, no_gil, py::arg("num_backwards"))
+      .def_property_readonly("num_unreduced", py::cpp_function(&Reducer::num_unreduced, no_gil))
       .def("clip_norm", &Reducer::clip_norm, no_gil, py::arg("most"))
       .def("reduce", &Reducer::reduce, no_gil)
       .def("prepare", &Reducer::prepare, no_gil)
       .def("watch", &Reducer::watch, no_gil, py::arg("output"))
-      .def("record", &Reducer::record, py::arg("on"))
-      .def("reset_statistics", &Reducer::reset_statistics)
+      .def("record", &Reducer::record, no_gil, py::arg("on"))
+      .def("reset_statistics", &Reducer::reset_statistics, no_gil)
       .def("statistics", &statistics)
-      .def("events", &events)
-      .def("bucket_names", &Reducer::bucket_names)
-      .def("holds_gradient", &Reducer::holds_gradient, py::arg("parameter"));
+      .def("events", &events, no_gil)
+      .def("bucket_names", &Reducer::bucket_names, no_gil)
+      .def("holds_gradient", &Reducer::holds_gradient, no_gil, py::arg("parameter"));
   py::class_<CapturedGradients>(m, "CapturedGradients")
       .def(py::init(&captured), py::arg("parameters"), py::arg("group_name"), py::arg("own_hook"),
            py::arg("is_cut_backward"))

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/signal_handlers.h"
 #include "gradients/agreement.h"
 #include "gradients/moves.h"
 
@@ -56,17 +57,17 @@ void Reducer::check(const std::vector<at::Tensor>& parameters, const std::vector
 }
 
 void Reducer::set_sync(bool on) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   sync_ = on;
 }
 
 bool Reducer::sync() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   return sync_;
 }
 
 void Reducer::set_interval(int64_t num_backwards) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK_VALUE(num_backwards >= 1, "gradients: at least every 1st backward reduces, but the interval is ",
                     num_backwards);
   interval_ = num_backwards;
@@ -74,12 +75,13 @@ void Reducer::set_interval(int64_t num_backwards) {
 }
 
 int64_t Reducer::num_unreduced() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   return num_local_;
 }
 
 void Reducer::reduce() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  backend::refuse_in_signal_handler("reduce()");
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (collective_.size() == 1) return;
   TORCH_CHECK(!in_pass_, "gradients: reduce() must be called outside backward, which reduces by itself");
   settle();
@@ -89,7 +91,8 @@ void Reducer::reduce() {
 }
 
 std::optional<at::Tensor> Reducer::clip_norm(double most) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  backend::refuse_in_signal_handler("clip_grad_norm_()");
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   TORCH_CHECK(!in_pass_, "gradients: gradients are clipped outside backward, when it has reduced them");
   if (!is_planned()) return std::nullopt;
   std::vector<at::Tensor> buffers;
@@ -105,7 +108,9 @@ std::optional<at::Tensor> Reducer::clip_norm(double most) {
   }
   at::NoGradGuard no_grad;
   for (Parameter& parameter : parameters_) {
-    if (parameter.travels && !gradient(parameter).defined()) buckets_[parameter.bucket].view(parameter.slot).zero_();
+    if (!parameter.travels || gradient(parameter).defined()) continue;
+    buckets_[parameter.bucket].let_go(parameter.slot);  // who has set a gradient aside keeps its numbers
+    buckets_[parameter.bucket].view(parameter.slot).zero_();
   }
   const at::Tensor found = norm_and_factor(buffers, most);
   for (at::Tensor& buffer : buffers) buffer.mul_(found.select(0, 1));
@@ -113,7 +118,8 @@ std::optional<at::Tensor> Reducer::clip_norm(double most) {
 }
 
 void Reducer::prepare() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  backend::refuse_in_signal_handler("prepare()");
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (in_pass_) return;
   settle();
   listen_to_parameters();
@@ -144,7 +150,7 @@ void Reducer::follow_parameters() {
 void Reducer::watch(const at::Tensor& output) {
   if (collective_.size() == 1) return;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     const bool watched_before = std::exchange(watches_, true);
     if (!watched_before) listen_to_parameters();
   }
@@ -152,29 +158,29 @@ void Reducer::watch(const at::Tensor& output) {
 }
 
 void Reducer::record(bool on) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   records_ = on;
 }
 
 void Reducer::reset_statistics() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   statistics_ = {};
 }
 
 Statistics Reducer::statistics() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   Statistics statistics = statistics_;
   statistics.num_buckets = is_planned() ? static_cast<int64_t>(buckets_.size()) : 0;
   return statistics;
 }
 
 std::vector<Event> Reducer::events() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   return events_;
 }
 
 std::vector<std::vector<std::string>> Reducer::bucket_names() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   std::vector<std::vector<std::string>> names;
   if (!is_planned()) return names;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
@@ -185,7 +191,7 @@ std::vector<std::vector<std::string>> Reducer::bucket_names() const {
 }
 
 bool Reducer::holds_gradient(size_t index) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   const Parameter& parameter = parameters_.at(index);
   const at::Tensor& gradient = parameter.tensor.grad();
   return is_planned() && parameter.travels && gradient.defined() &&

@@ -128,7 +128,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   const Collective collective_;
   const Options options_;
   const OwnHook own_hook_;
-  mutable std::mutex mutex_;
+  // Recursive: a signal handler of the program may look at the reducer while this very thread waits in a pass.
+  mutable std::recursive_mutex mutex_;
   std::vector<Parameter> parameters_;
   std::map<std::string, std::shared_ptr<const SideStream>> side_streams_;  // by device
   std::vector<Bucket> buckets_;

@@ -13,7 +13,7 @@ namespace torchtp::gradients {
 void Reducer::before_accumulation() {
   bool shares = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (in_pass_ || in_between_) return;
     settle();
     if (!sync_ || !trains()) return;
@@ -43,7 +43,7 @@ const Reducer::Parameter* Reducer::shared() const {
 // What one has under way the other would take for this rank's gradient.
 void Reducer::refuse_shared() const {
   collect_garbage();  // one that is gone, but for cycles
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   const Parameter* const parameter = shared();
   TORCH_CHECK_VALUE(
       !parameter, "gradients: parameter '", parameter->name,
@@ -116,7 +116,7 @@ void Reducer::begin() {
 }
 
 void Reducer::after_accumulation(size_t index) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!in_pass_) {
     has_local_ = true;
     return;
@@ -259,7 +259,7 @@ std::shared_ptr<const SideStream> Reducer::side_stream(const at::Device& device)
 }
 
 void Reducer::end_of_backward(bool nested) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
   in_between_ = false;
   if (!in_pass_) return;
   if (nested) {
@@ -323,7 +323,7 @@ void Reducer::hand_out(Parameter& parameter) {
 }
 
 void Reducer::abandoned_backward() noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!in_pass_ && !in_between_) return;
   const bool has_begun = std::exchange(in_pass_, false);
   in_between_ = false;
