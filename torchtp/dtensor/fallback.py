@@ -24,7 +24,9 @@ from torchtp.dtensor.upstream import (
     Replicate,
     StridedShard,
     is_composite,
+    is_of_lists,
     local_of,
+    one_by_one,
     passthrough,
     plain_shard,
     spec_of,
@@ -159,15 +161,25 @@ def _write_back(
     """Copy what the op wrote on whole tensors into the cut ones."""
     before, after = bound(op, args, kwargs), bound(op, full_args, full_kwargs)
     for argument, old, new in zip(op._schema.arguments, before, after, strict=True):
-        if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(old, DTensor):
+        if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        if new.shape != old.shape:
-            raise NotImplementedError(
-                f"{op} gives a cut tensor of {tuple(old.shape)} another shape, {tuple(new.shape)}, in place: "
-                "make another tensor (view, narrow, new_empty)"
-            )
-        spec = spec_of(old)
-        local_of(old).copy_(cut_locally(new, spec.mesh, spec.placements))
+        if isinstance(old, (list, tuple)):  # of _fused_adam_
+            for one, other in zip(old, new, strict=True):
+                _write_back_one(op, one, other)
+        else:
+            _write_back_one(op, old, new)
+
+
+def _write_back_one(op: Op, old: Any, new: Any) -> None:
+    if not isinstance(old, DTensor):
+        return
+    if new.shape != old.shape:
+        raise NotImplementedError(
+            f"{op} gives a cut tensor of {tuple(old.shape)} another shape, {tuple(new.shape)}, in place: "
+            "make another tensor (view, narrow, new_empty)"
+        )
+    spec = spec_of(old)
+    local_of(old).copy_(cut_locally(new, spec.mesh, spec.placements))
 
 
 def _written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,7 +205,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(is_spatial(leaf) for leaf in leaves):
         if is_composite(op):
             return COMPOSITE_RULES.get(op.name().removeprefix("aten::"), taken_apart)(op, args, kwargs)
-        return fallback(op, args, kwargs)
+        return one_by_one(op, args, kwargs) if is_of_lists(op) else fallback(op, args, kwargs)
     cut = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
     if not is_marked(cut.device_mesh):
         return passthrough(op, args, kwargs)

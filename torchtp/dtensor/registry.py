@@ -113,6 +113,8 @@ def install(name: str, handler: Handler) -> None:
             results = handler(op, args, kwargs)
             if op.is_view and args and holds_sum(args[0]):
                 link_views(op, handler, args, kwargs, results)
+            if kwargs and op._schema.is_mutable:  # out=
+                _tell_written(op, args, kwargs)
             return results
         finally:
             called.now = outer
@@ -134,10 +136,21 @@ def install(name: str, handler: Handler) -> None:
             result = handler(op, args, kwargs or {})
         if isinstance(args[0], DTensor):
             written(args[0])
+        elif isinstance(args[0], (list, tuple)):  # _fused_adam_
+            _tell_written(op, args, kwargs or {})
         return result
 
     in_place = name.split("::")[1].split(".")[0].endswith("_")
     torch.library.register_torch_dispatch(name, DTensor, dispatch_in_place if in_place else dispatch, lib=library)
+
+
+def _tell_written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`written` of everything that the op writes into."""
+    for argument, given in zip(op._schema.arguments, bound(op, args, kwargs), strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(tensor, DTensor):
+                    written(tensor)
 
 
 def _may_need_averaging(arg: Any) -> bool:

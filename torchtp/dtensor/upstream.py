@@ -184,6 +184,7 @@ def is_known(op: Op) -> bool:
 
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 def is_composite(op: Op) -> bool:
@@ -197,6 +198,16 @@ def taken_apart(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Those are slower, and that of LSTMs in both directions gives states of four dims (torch 2.11).
     """
     return op._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+def is_of_lists(op: Op) -> bool:
+    """Whether it does the same to each tensor of a list, as optimizers and clipping ask for."""
+    return op.name().startswith("aten::_foreach_")
+
+
+def one_by_one(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op of lists is made of on devices that have no kernel for it."""
+    return op._op_dk(_EXPLICIT, *args, **kwargs)
 
 
 def passthrough(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
