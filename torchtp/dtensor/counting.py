@@ -62,7 +62,10 @@ def bincount(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return op(torch.tensor([-1]))  # refuses it, on all ranks alike
     own = None if weights is None else local_as(weights, counted.mesh, counted.placements)
     length = max(minlength, 1 + int(largest)) if tensor.numel() else minlength
-    return counted.summed(op(counted.local, own, length))
+    counts = op(counted.local, own, length)
+    if weights is not None:  # of no elements PyTorch counts whole numbers
+        counts = counts.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)
+    return counted.summed(counts)
 
 
 @spatial_rule("histc")

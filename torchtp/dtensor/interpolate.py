@@ -56,14 +56,18 @@ def _cut_as_what_was_pooled(input: Any, output_size: list[int]) -> Any:
 def interpolate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     input, output_size, *others = bound(op, args, kwargs)
     input = _cut_as_what_was_pooled(input, output_size)
-    if not is_cut(input):
+    mode = MODES[op._schema.name.removeprefix("aten::")]
+    picks = input.dtype is torch.uint8 and "nearest" in mode
+    if not is_cut(input) or not (input.is_floating_point() or picks):
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, lambda _dim: True)
     cut = cut_of(mesh, placements, input.shape)
     assert cut is not None
     mark(mesh, cut.axes)
-    params = _params(MODES[op._schema.name.removeprefix("aten::")], list(output_size), others)
-    output = ops.interpolate(local, *params, cut.dims, cut.extents, cut.groups)
+    params = _params(mode, list(output_size), others)
+    output = ops.interpolate(local.float() if picks else local, *params, cut.dims, cut.extents, cut.groups).to(
+        input.dtype
+    )
     return wrap(output, mesh, placements, torch.Size([*input.shape[:2], *output_size]))
 
 

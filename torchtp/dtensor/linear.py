@@ -72,6 +72,11 @@ def _rows(local: torch.Tensor) -> torch.Tensor:
     return local.reshape(math.prod(local.shape[:-1]), local.size(-1))
 
 
+def _conjugate(tensor: torch.Tensor) -> torch.Tensor:
+    """The factor that a derivative multiplies by; of real numbers itself."""
+    return tensor.conj().resolve_conj() if tensor.is_complex() else tensor
+
+
 class Linear(Function):
     """input @ weight.t() + bias; of no bias with the features first in memory where that is wanted."""
 
@@ -89,8 +94,8 @@ class Linear(Function):
         grad, wants = on_mesh(grad, input.device_mesh), ctx.needs_input_grad
         # In the input's own order of memory, as of aten's: ops before it that meet both in two orders take twice as long.
         return (
-            Linear.apply(grad, weight.t(), None, _features_first(local_of(input))) if wants[0] else None,
-            Outer.apply(grad, input, weight) if wants[1] else None,
+            Linear.apply(grad, _conjugate(weight.t()), None, _features_first(local_of(input))) if wants[0] else None,
+            Outer.apply(grad, _conjugate(input), weight) if wants[1] else None,
             Total.apply(grad, ctx.bias_like) if wants[2] else None,
             None,
         )
@@ -111,8 +116,8 @@ class Outer(Function):
         a, b = ctx.saved_tensors
         wants = ctx.needs_input_grad
         return (
-            Linear.apply(b, grad, None) if wants[0] else None,
-            Linear.apply(a, grad.t(), None) if wants[1] else None,
+            Linear.apply(_conjugate(b), grad, None) if wants[0] else None,
+            Linear.apply(_conjugate(a), grad.t(), None) if wants[1] else None,
             None,
         )
 

@@ -111,8 +111,19 @@ def _along(matrices: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """Each of the last dims multiplied by its matrix."""
     for i, matrix in enumerate(matrices):
         dim = tensor.dim() - len(matrices) + i
-        tensor = torch.tensordot(tensor, matrix, dims=([dim], [1])).movedim(-1, dim)
+        product = torch.tensordot(tensor, matrix, dims=([dim], [1])).movedim(-1, dim)
+        # Infinite numbers make NaN of what has no share in them. Other devices would have to be waited for.
+        if product.is_cpu and not product.isfinite().all():
+            product = torch.stack([_weighed(tensor, dim, shares) for shares in matrix], dim)
+        tensor = product
     return tensor
+
+
+def _weighed(tensor: torch.Tensor, dim: int, shares: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows that have a share."""
+    rows = shares.nonzero()[:, 0]
+    weights = shares[rows].view([-1] + [1] * (tensor.dim() - 1 - dim))
+    return (tensor.index_select(dim, rows) * weights).sum(dim)
 
 
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")

@@ -238,10 +238,13 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     order = 2.0 if order is None else float(order)
     to = Reduced(tensor, named.get("dim"), keepdim)
-    magnitude = to.local.abs().to(dtype or to.local.dtype)
+    dtype = dtype.to_real() if dtype is not None else None
     if math.isinf(order):
         which = "max" if order > 0 else "min"
-        return _extreme(aten.amax.default, (abs(tensor), to.dims, keepdim), {}, which)
+        largest = _extreme(aten.amax.default, (abs(tensor), to.dims, keepdim), {}, which)
+        return largest if dtype is None else largest.to(dtype)
+    magnitude = to.local.abs()
+    magnitude = magnitude if dtype is None else magnitude.to(dtype)
     if order == 0:
         return to.wrap(to.total((magnitude != 0).to(magnitude.dtype).sum(to.dims, keepdim=keepdim)))
     power = magnitude.to(wide(magnitude.dtype)).pow(order).sum(to.dims, keepdim=keepdim)

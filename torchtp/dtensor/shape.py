@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -94,6 +95,7 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = bound(op, args, kwargs)
     if any(has_strided_shard(tensor) for tensor in tensors):
         return fallback(op, args, kwargs)
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))  # those of nothing count, too
     tensors = [tensor for tensor in tensors if tensor.dim() > 1 or tensor.numel() > 0] or list(tensors)[:1]
     lead = max(filter(is_spatial, tensors), key=torch.numel, default=None)  # the others are cut as the largest is
     if lead is None:
@@ -116,6 +118,8 @@ def cat(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(tensor, DTensor) and gathers(spec_of(tensor).placements, placements):
             notice.gathering(op, tensor.shape, tensor.dtype)
         locals_.append(local_as(tensor, mesh, placements))
+    if all(tensor.dtype != dtype for tensor in tensors):
+        locals_ = [local.to(dtype) for local in locals_]
     axis = axis_cutting(placements, dim)
     if axis is None:
         return wrap(aten.cat(locals_, dim), mesh, placements, shape)
