@@ -48,6 +48,12 @@ def _whole(tensor: Any) -> Any:
     return redistributed(local_of(tensor), spec_of(tensor), (Replicate(),) * tensor.device_mesh.ndim)
 
 
+def _wide(value: Any) -> Any:
+    return (
+        value.float() if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
+    )
+
+
 def _arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int]:
     """All arguments, and where `reduction` is among them."""
     names = [argument.name for argument in op._schema.arguments]
@@ -95,7 +101,9 @@ def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, A
     grad = aligned(op, values[0], shape, mesh, placements) if each else _whole(values[0])
     locals_ = [aligned(op, value, shape, mesh, placements) for value in values[1:]]
     locals_[at - 1] = _SUM
-    result = op(grad / shape.numel() if reduction == _MEAN else grad, *locals_)
+    dtype = locals_[0].dtype
+    grad = _wide(grad)  # of an element it is too small for fp16
+    result = op(grad / shape.numel() if reduction == _MEAN else grad, *map(_wide, locals_)).to(dtype)
     return wrap(result, mesh, placements, shape)
 
 
