@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtp import Layout
+from torchtp import Layout, parallelize
 from torchtp.testing import run_ranks
 
 
@@ -241,3 +241,18 @@ def _shapes_that_are_none():
 def test_what_is_no_shape_and_no_tile_is_refused():
     told = run_ranks(_shapes_that_are_none, 4)
     assert len(set(told)) == 1 and told[0] == "a Layout cuts tensors, not a list (on rank 1)", told
+
+
+def _groups_of_gradients():
+    """Of two models, asked for in another order on each rank: as threads may come to their first forwards."""
+    layouts = [Layout(_mesh(h=2), {"h": -2}) for _ in range(2)]
+    for layout in layouts:
+        parallelize(torch.nn.Conv2d(1, 1, 3, padding=1), layout)
+    for layout in layouts if dist.get_rank() == 0 else reversed(layouts):
+        assert layout.gradient_group.size() == 2
+    return [layout.gradient_group.group_name for layout in layouts]
+
+
+def test_groups_of_gradients_are_made_in_the_order_of_models():
+    first, second = run_ranks(_groups_of_gradients, 2)
+    assert first == second

@@ -67,6 +67,10 @@ def parallelize(
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
+    if reduce:
+        _ = (
+            layout.gradient_group
+        )  # made here: in a first forward, of several threads, ranks might make it in another order
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
