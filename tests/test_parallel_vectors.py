@@ -188,3 +188,35 @@ def _without_an_image():
 
 def test_a_model_without_an_image_is_exact_and_says_that_nothing_is_cut():
     run_ranks(_without_an_image, 2)
+
+
+class Classifier(nn.Module):
+    """On two axes its sequence is cut along the batch meanwhile, and so are what it is averaged to and the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(2, 4, 2, 2)
+        self.mix = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.mix(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
+
+
+def _logits(axes, num):
+    torch.manual_seed(0)
+    one = Classifier().double()
+    cut = torchtp.parallelize(copy.deepcopy(one), make_layout(axes), output="local")
+    images, classes = torch.randn(num, 2, 8, 8, dtype=torch.float64), torch.arange(num) % 3
+    outputs = [model(images) for model in (one, cut)]
+    for output in outputs:
+        F.cross_entropy(output, classes).backward()
+    errors = [(p.grad - q.grad).abs().max().item() for p, q in zip(one.parameters(), cut.parameters(), strict=True)]
+    return (outputs[0] - outputs[1]).abs().max().item(), max(errors)
+
+
+@pytest.mark.parametrize("axes", [{"h": 2}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.parametrize("num", [2, 3])
+def test_logits_are_whole_where_parts_are_given(axes, num):
+    for errors in run_ranks(_logits, 2 * len(axes), axes, num):
+        assert max(errors) < 1e-12

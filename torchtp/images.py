@@ -97,7 +97,12 @@ class Images:
                 return writable(Gather.apply(leaf))
             leaf = self._cut_as_images(leaf, images)
             if self._output == "local":
-                whole = tuple(Replicate() if isinstance(place, Partial) else place for place in leaf.placements)
+                # Vectors of the images (logits) may be cut along the batch, of which nothing tells a rank its part.
+                vectors = not self._layout.reaches(leaf.dim()) and any(leaf.shape[:1] == image[:1] for image in images)
+                whole = tuple(
+                    Replicate() if isinstance(p, Partial) or (vectors and plain_shard(p) and p.dim == 0) else p
+                    for p in leaf.placements
+                )
                 return writable((leaf if whole == leaf.placements else leaf.redistribute(placements=whole)).to_local())
             return leaf
 
