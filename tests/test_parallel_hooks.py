@@ -9,6 +9,7 @@ from torch import nn
 from training import assert_same_parameters
 
 import torchtp
+from torchtp.gradients import GradientReducer
 from torchtp.testing import run_ranks
 
 LAYOUTS = [{"w": 2}, {"h": 2}, {"dp": 2, "w": 1}, {"dp": 2, "w": 2}]
@@ -281,3 +282,44 @@ def _broken(_):
 
 def test_hooks_after_a_failure():
     run_ranks(_failures, 2)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad, None
+
+
+class _Ignored(nn.Module):
+    """A function of its parameter that gives it no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return _Nothing.apply(self.layer(x), self.weight)
+
+
+def _hooks_without_gradient():
+    told = []
+    for reduced in (False, True):
+        model, seen = _Ignored(), []
+        reducer = GradientReducer(model) if reduced else None
+        model.weight.register_hook(lambda grad, seen=seen: seen.append(grad))
+        for _ in range(2):
+            output = model(torch.ones(2, 3))
+            if reducer:
+                reducer.watch(output)
+            output.sum().backward()
+        told.append((seen, model.weight.grad))
+    return told
+
+
+def test_a_hook_is_told_where_no_gradient_came():
+    for plain, reduced in run_ranks(_hooks_without_gradient, 2):
+        assert plain == reduced and plain[0]

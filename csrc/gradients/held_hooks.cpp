@@ -86,6 +86,12 @@ void HeldHooks::run() {
 
 void HeldHooks::run_of_gradient() {
   at::Tensor& own = parameter_.mutable_grad();
+  if (!own.defined()) {  // as autograd has it: a gradient that came as none is shown as none
+    std::vector<at::Tensor> none(1);
+    for (const auto& hook : torch::autograd::impl::hooks(parameter_)) none = (*hook)(none);
+    if (none.at(0).defined()) own = none.at(0).detach();
+    return;
+  }
   // Of its own memory: a hook may keep it, and the bucket's is written again.
   const at::Tensor added = before_.defined() ? own - before_ : own.clone();
   const auto version = added._version();
