@@ -159,7 +159,7 @@ void HostLinks::fail(const std::string& why) {
 void HostLinks::part(const std::string& error) noexcept {
   if (!closed_ && !host_->aborted()) {
     mail_.say_goodbye(cat("rank ", rank_, " left the group", in_brackets(error)), kGoodbyeTime);
-    const Deadline deadline(kGoodbyeTime);
+    const Deadline deadline(error.empty() ? kGoodbyeTime : kTellTime);  // who waits for this rank goes when it has gone
     for (const int peer : peers_) {
       if (deadline.passed()) break;
       mail_.goodbye_of(peer, std::chrono::duration_cast<milliseconds>(deadline.left()));

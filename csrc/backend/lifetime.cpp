@@ -71,16 +71,28 @@ void Lifetime::run_after(const std::function<std::string()>& where, const std::f
 }
 
 void Lifetime::end(const std::string& error, std::chrono::milliseconds patience) {
-  if (in_signal_handler()) {  // of a wait in this group, maybe: it ends by this, and the group when it can
-    return engine_->abort(cat("rank ", engine_->rank(), " shut the group down in a signal handler"));
+  std::exception_ptr interruption;
+  if (finish(error, patience, interruption)) {
+    const GilRelease release;
+    leave(error);
   }
-  if (engine_->host()->is_forked()) return runner_.leave_as_it_is();
+  if (interruption) std::rethrow_exception(interruption);
+}
+
+bool Lifetime::finish(const std::string& error, std::chrono::milliseconds patience, std::exception_ptr& interruption) {
+  if (in_signal_handler()) {  // of a wait in this group, maybe: it ends by this, and the group when it can
+    engine_->abort(cat("rank ", engine_->rank(), " shut the group down in a signal handler"));
+    return false;
+  }
+  if (engine_->host()->is_forked()) {
+    runner_.leave_as_it_is();
+    return false;
+  }
   const GilRelease release;
-  if (over_.exchange(true)) return;
+  if (over_.exchange(true)) return false;
   if (!error.empty() && !Runner::on_worker() && !runner_.is_idle_within(patience)) {
     engine_->abort(cat("rank ", engine_->rank(), " ended by an error (", error, ") with calls under way"));
   }
-  std::exception_ptr interruption;
   try {
     if (!Runner::on_worker()) run_after([] { return "the end of the group"; }, [] {});
   } catch (...) {
@@ -88,8 +100,7 @@ void Lifetime::end(const std::string& error, std::chrono::milliseconds patience)
   }
   runner_.stop();
   device_->close();
-  engine_->stop(error);
-  if (interruption) std::rethrow_exception(interruption);
+  return true;
 }
 
 }  // namespace torchtp::backend

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -43,6 +44,10 @@ class Lifetime {
   // meanwhile, once all has ended. With an `error` by which the program ends nothing is finished that takes longer than
   // `patience`: others may wait for what this rank will not do any more, and they hear why.
   void end(const std::string& error = "", std::chrono::milliseconds patience = {});
+
+  // The two halves of it. False: there is nothing to leave any more, or not by this process.
+  bool finish(const std::string& error, std::chrono::milliseconds patience, std::exception_ptr& interruption);
+  void leave(const std::string& error) { engine_->stop(error); }
 
  private:
   void run_after(const std::function<std::string()>& where, const std::function<void()>& task);

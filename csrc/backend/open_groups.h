@@ -14,7 +14,8 @@ namespace torchtp::backend {
 class OpenGroups {
  public:
   void add(const std::shared_ptr<Lifetime>& group);
-  // Ends all, as Lifetime::end. Goes on with the others where one throws, then throws that.
+  // Ends all, as Lifetime::end, and leaves them side by side: between hosts a farewell takes its time. Goes on with the
+  // others where one throws, then throws that.
   void end(const std::string& error);
 
  private:

@@ -198,7 +198,7 @@ void StoreBootstrap::handle_signals() {
   } catch (const std::exception& error) {
     tell(
         cat("rank ", names_[rank_], " was interrupted by a signal (", error.what(), ") while the group was being made"),
-        kNobody);
+        rank_);  // who does not wait for others to hear of it
     *interruption_ = std::current_exception();
     over_ = true;
     throw;
