@@ -14,6 +14,15 @@ import torchtp
 from torchtp.testing import run_ranks
 
 SHAPE = (2, 3, 8, 10)
+
+
+def _one_wrong(shape, value):
+    """Zeros but for the last element, which one rank has."""
+    values = torch.zeros(shape, dtype=torch.long)
+    values.view(-1)[-1] = value
+    return values
+
+
 # Of an image of that shape.
 MISTAKES = [
     lambda x: x.sum(7),
@@ -96,11 +105,14 @@ MISTAKES = [
     lambda x: F.cross_entropy(x, torch.zeros(3, 8, 10).long()),
     lambda x: F.cross_entropy(x, torch.tensor([7] + [0] * 9).expand(2, 8, 10)),
     lambda x: F.cross_entropy(x, torch.tensor([7] + [0] * 9).expand(2, 8, 10), reduction="none"),
+    lambda x: F.cross_entropy(x[:, :, 0], _one_wrong((2, 10), 3)),
+    lambda x: F.cross_entropy(torch.stack([x, x], 2), _one_wrong((2, 2, 8, 10), -7)),
     lambda x: F.cross_entropy(x, torch.zeros(2, 8, 10).long(), weight=torch.ones(2)),
     lambda x: F.cross_entropy(x, torch.zeros(2, 8, 10)),
     lambda x: F.cross_entropy(x, torch.rand(2, 2, 8, 10)),
     lambda x: F.mse_loss(x, torch.rand(2, 3, 8, 9)),
     lambda x: F.binary_cross_entropy(x + 1, x),
+    lambda x: F.binary_cross_entropy(x + 2 * _one_wrong((2, 3, 8, 10), 1), x),
     lambda x: F.binary_cross_entropy_with_logits(x, torch.rand(2, 3, 8, 9)),
     lambda x: F.grid_sample(x, torch.rand(2, 4, 4, 10)),
     lambda x: F.grid_sample(x, torch.rand(3, 4, 4, 2)),

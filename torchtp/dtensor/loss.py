@@ -75,11 +75,23 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     values = [aligned(op, value, shape, mesh, placements) for value in values]
     narrow = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
     values[at] = _NONE if narrow else _SUM
-    part = op(*values)
+    refused: RuntimeError | None = None
+    try:
+        part = op(*values)
+    except (
+        RuntimeError
+    ) as error:  # probabilities that are none, in this rank's part alone, it may be: the others wait for it
+        refused, part = error, torch.zeros((), dtype=tensors[0].dtype)
     dtype = part.dtype
     if narrow:  # as on one device: each element is rounded, a sum that fp16 cannot hold may have a mean that it can
         part = part.sum(dtype=torch.float32)
+    if part.is_cpu:
+        part = torch.stack([part, part.new_tensor(float(refused is not None))])
     total = all_reduced(part, mesh, axes_cutting(placements))
+    if part.is_cpu:
+        total, num_refused = total.unbind()
+        if num_refused:
+            raise refused or RuntimeError(f"{op}: another rank that cuts the image refuses the values of its part")
     if reduction == _MEAN:
         total = total / shape.numel()
     return wrap(total.to(dtype), mesh, (Replicate(),) * mesh.ndim, total.shape)
@@ -155,6 +167,10 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = wrap(cut_locally(target, mesh, placements), mesh, placements, target.shape)
     counts = target != ignore_index
     classes = target.masked_fill(~counts, 0)
+    if classes.device.type == "cpu":  # a rank alone would refuse them, and the others wait for it
+        least, largest = Counted(classes).range()
+        if least < 0 or largest >= logits.size(1):
+            raise _wrong_target(logits, ignore_index)
     losses = -logits.gather(1, classes.unsqueeze(1)).squeeze(1).masked_fill(~counts, 0)
     weights = counts.to(losses.dtype)
     if weight is not None:
@@ -163,6 +179,13 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if reduction == _NONE:
         return losses
     return losses.sum() / weights.sum() if reduction == _MEAN else losses.sum()
+
+
+def _wrong_target(logits: torch.Tensor, ignore_index: int) -> IndexError:
+    return IndexError(
+        f"nll_loss: a target is out of bounds: {logits.size(1)} classes are counted from 0, and ignore_index is "
+        f"{ignore_index}"
+    )
 
 
 def _for_target(placements: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,10 +227,7 @@ def nll_loss_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         numbers = [number.double() for number in numbers]
     sums = all_reduced(torch.stack(numbers), mesh, axes) if numbers else total.new_empty(0)
     if on_cpu and sums[-1]:
-        raise IndexError(
-            f"nll_loss: a target is out of bounds: {logits.size(1)} classes are counted from 0, and ignore_index is "
-            f"{ignore_index}"
-        ) from error
+        raise _wrong_target(logits, ignore_index) from error
     if reduction == _NONE:
         for_target = _for_target(placements)
         return wrap(output, mesh, for_target, torch.Size([logits.size(0), *logits.shape[2:]])), wrap(

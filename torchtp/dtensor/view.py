@@ -300,6 +300,8 @@ def pixel_unshuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     tensor, factor = args
     if not is_spatial(tensor) or has_strided_shard(tensor) or _cut_before(tensor, 2):
         return unruled(op, args, kwargs)
+    if factor > 0 and (tensor.size(-2) % factor or tensor.size(-1) % factor):
+        return op(torch.empty(tensor.shape, device="meta"), factor)  # refuses it, by the extents of the whole
     local, mesh, placements = summed(tensor)
     for axis, placement in enumerate(placements):
         if plain_shard(placement) and placement.dim >= tensor.dim() - 2:
