@@ -116,7 +116,7 @@ def dot(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, other = bound(op, args, kwargs)
     if not (taken(first) or taken(other)) or first.shape != other.shape or first.dim() != 1:
         return unruled(op, args, kwargs)
-    return ((first.conj() if "vdot" in op.name() else first) * other).sum()
+    return ((first.conj() if "vdot" in op.name() else first) * other).sum().to(first.dtype)
 
 
 @spatial_rule("nansum")
@@ -203,16 +203,36 @@ def _limit(dtype: torch.dtype, which: str) -> float | int | bool:
     return getattr(torch.iinfo(dtype), which)
 
 
-@spatial_rule("amax", "max.", "any.dim", "any.dims", "any.", "_is_any_true")
+@spatial_rule("amax", "max.")
 @takes_nested
 def largest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _extreme(op, _as_bool(op, args), kwargs, "max")
+    return _extreme(op, args, kwargs, "max")
 
 
-@spatial_rule("amin", "min.", "all.dim", "all.dims", "all.", "_is_all_true")
+@spatial_rule("amin", "min.")
 @takes_nested
 def smallest(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _extreme(op, _as_bool(op, args), kwargs, "min")
+    return _extreme(op, args, kwargs, "min")
+
+
+@spatial_rule("any.dim", "any.dims", "any.", "_is_any_true")
+@takes_nested
+def any_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _truth(op, args, kwargs, "max")
+
+
+@spatial_rule("all.dim", "all.dims", "all.", "_is_all_true")
+@takes_nested
+def all_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _truth(op, args, kwargs, "min")
+
+
+def _truth(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], which: str) -> Any:
+    tensor, *others = args
+    truth = tensor.ne(0)
+    if not (others and others[0] == []):  # over no dim: of each element
+        truth = _extreme(op, (truth, *others), kwargs, which)
+    return truth.to(torch.uint8) if tensor.dtype is torch.uint8 else truth  # PyTorch has it so, of bytes alone
 
 
 @spatial_rule("aminmax")
@@ -222,10 +242,6 @@ def both_extremes(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not taken(args[0]):
         return unruled(op, args, kwargs)
     return _extreme(op, args, kwargs, "min"), _extreme(op, args, kwargs, "max")
-
-
-def _as_bool(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0].ne(0), *args[1:]) if op._schema.name in ("aten::any", "aten::all") else args
 
 
 @spatial_rule("linalg_vector_norm", "norm.ScalarOpt_dim", "norm.Scalar")

@@ -211,7 +211,7 @@ def roll(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @spatial_rule("constant_pad_nd")
 def constant_pad_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, pad, value = bound(op, args, kwargs)
-    if not taken(tensor):
+    if not taken(tensor) or isinstance(value, complex):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     local_pad, shape = list(pad), tensor.shape
