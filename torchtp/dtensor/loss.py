@@ -167,7 +167,9 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = wrap(cut_locally(target, mesh, placements), mesh, placements, target.shape)
     counts = target != ignore_index
     classes = target.masked_fill(~counts, 0)
-    if classes.device.type == "cpu":  # a rank alone would refuse them, and the others wait for it
+    if (
+        isinstance(classes, DTensor) and classes.device.type == "cpu"
+    ):  # a rank alone would refuse them, and the others wait for it
         least, largest = Counted(classes).range()
         if least < 0 or largest >= logits.size(1):
             raise _wrong_target(logits, ignore_index)

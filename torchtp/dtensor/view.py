@@ -301,7 +301,10 @@ def pixel_unshuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not is_spatial(tensor) or has_strided_shard(tensor) or _cut_before(tensor, 2):
         return unruled(op, args, kwargs)
     if factor > 0 and (tensor.size(-2) % factor or tensor.size(-1) % factor):
-        return op(torch.empty(tensor.shape, device="meta"), factor)  # refuses it, by the extents of the whole
+        raise RuntimeError(
+            f"pixel_unshuffle: height and width must be divisible by the factor {factor}, but they are {tensor.size(-2)} and "
+            f"{tensor.size(-1)}"
+        )
     local, mesh, placements = summed(tensor)
     for axis, placement in enumerate(placements):
         if plain_shard(placement) and placement.dim >= tensor.dim() - 2:
