@@ -75,20 +75,22 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     values = [aligned(op, value, shape, mesh, placements) for value in values]
     narrow = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
     values[at] = _NONE if narrow else _SUM
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     refused: RuntimeError | None = None
     try:
         part = op(*values)
-    except (
-        RuntimeError
-    ) as error:  # probabilities that are none, in this rank's part alone, it may be: the others wait for it
+    except RuntimeError as error:
+        if not on_cpu:
+            raise
+        # Probabilities that are none, in this rank's part alone, it may be: the others wait for it.
         refused, part = error, torch.zeros((), dtype=tensors[0].dtype)
     dtype = part.dtype
     if narrow:  # as on one device: each element is rounded, a sum that fp16 cannot hold may have a mean that it can
         part = part.sum(dtype=torch.float32)
-    if part.is_cpu:
+    if on_cpu:
         part = torch.stack([part, part.new_tensor(float(refused is not None))])
     total = all_reduced(part, mesh, axes_cutting(placements))
-    if part.is_cpu:
+    if on_cpu:
         total, num_refused = total.unbind()
         if num_refused:
             raise refused or RuntimeError(f"{op}: another rank that cuts the image refuses the values of its part")
@@ -167,9 +169,8 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = wrap(cut_locally(target, mesh, placements), mesh, placements, target.shape)
     counts = target != ignore_index
     classes = target.masked_fill(~counts, 0)
-    if (
-        isinstance(classes, DTensor) and classes.device.type == "cpu"
-    ):  # a rank alone would refuse them, and the others wait for it
+    # A rank alone would refuse them, and the others wait for it.
+    if isinstance(classes, DTensor) and classes.device.type == "cpu":
         least, largest = Counted(classes).range()
         if least < 0 or largest >= logits.size(1):
             raise _wrong_target(logits, ignore_index)
