@@ -76,6 +76,7 @@ at::Tensor forward_transposed(at::Tensor input, const at::Tensor& weight, const 
     input = pull(input, cut, wanted, in);
     params.padding[index] = 0;
     params.output_padding[index] = 0;
+    if (in.size() == 1) params.stride[index] = 1;  // NOTE [one output has no stride], here the outputs of the gradient
     nothing |= out.empty();
     no_inputs |= in.empty();
     // The local output covers [s·begin - p, s·(end - 1) - p + R + 1); crop or extend it to `out`.
@@ -156,6 +157,7 @@ std::tuple<at::Tensor, at::Tensor> backward_on_pulled(at::Tensor dy, const at::T
       nothing = true;
     } else if (params.transposed) {
       frame = read_by(own, window);
+      if (own.size() == 1) local.stride[index] = 1;  // NOTE [one output has no stride]
     } else {
       const LocalBackward fitted = fit_backward(own, dy_rows, window);
       frame = fitted.frame;

@@ -11,7 +11,8 @@
 // NOTE [one output has no stride]
 // Where a part has one output in a dim, its stride there says nothing, and is taken as 1: for 16-bit numbers PyTorch's
 // CPU convolutions (oneDNN; 2.13 and 2.15) read beyond an only output column with a stride, and narrow parts make
-// such columns of images that have more.
+// such columns of images that have more. A transposed convolution has that in its backward, of an only input column
+// (on processors with AMX its gradient is 0 or 1e36 there).
 namespace torchtp::spatial {
 
 // The window of spatial dim `index` (0 = first).
