@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-fits = import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
-PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.10; do \
+fits = import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 15))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python3.14 python3.10; do \
 	$$python -c '$(fits)' >/dev/null 2>&1 && { echo $$python; break; }; done)
 TORCH ?= torch==2.13.0
 VENV ?= .venv
@@ -25,11 +25,11 @@ say = @printf '\n\033[1m[torchtp]\033[0m %s\n'
 help:  ## list the commands
 	@echo 'torchtp: train on images cut over several devices'
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
-	@echo 'Variables: PYTHON=$(PYTHON) (3.10 to 3.13), TORCH="$(TORCH)" (what pip installs), VENV=$(VENV), RANKS=$(RANKS),'
+	@echo 'Variables: PYTHON=$(PYTHON) (3.10 to 3.14), TORCH="$(TORCH)" (what pip installs), VENV=$(VENV), RANKS=$(RANKS),'
 	@echo '           TORCHTP_CUDA=0/1 (CPU or CUDA build; unset: by torch and nvcc), MAX_JOBS (compilers at once).'
 
 $(VENV)/torch.stamp:
-	@[ -n '$(PYTHON)' ] || { echo 'torchtp needs Python 3.10 to 3.13 with venv; name one: make PYTHON=/path/to/python3'; exit 1; }
+	@[ -n '$(PYTHON)' ] || { echo 'torchtp needs Python 3.10 to 3.14 with venv; name one: make PYTHON=/path/to/python3'; exit 1; }
 	$(say) '1/3 making the environment $(VENV) with $(PYTHON) and installing $(TORCH) (a large download the first time)'
 	@$(PYTHON) -m venv $(VENV)
 	@$(bin)/python -m pip install -q --disable-pip-version-check $(TORCH)
