@@ -145,8 +145,42 @@ def test_nearest_rows_are_those_that_aten_takes_of_small_and_large_images(mode, 
             assert torch.equal(found, F.interpolate(x, size=size, mode=mode)), (rows, columns, size)
 
 
+def _four_channels_that_come_last(size):
+    import torchtp  # noqa: F401
+
+    like = {"dtype": torch.float64, "memory_format": torch.channels_last}
+    # Sizes and scales whose rows ATen takes otherwise of four channels that come last than of others.
+    for rows, columns, sizes, scales in [(26, 32, [36, 122], [0.0, 0.0]), (64, 80, [64, 160], [1.01, 2.0])]:
+        x = torch.arange(4 * rows * columns).view(1, 4, rows, columns).to(**like)
+        keywords = {"scale_factor": tuple(scales)} if scales[0] else {"size": tuple(sizes)}
+        for cut in shardings([2, 3]):
+            out = torch.ops.torchtp.interpolate(cut.shard(x), "nearest", sizes, scales, False, *cut.cut(x))
+            assert torch.equal(out, cut.shard(F.interpolate(x, mode="nearest", **keywords))), (rows, cut)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nearest_rows_of_channels_that_come_last(size):
+    run_ranks(_four_channels_that_come_last, size, size)
+
+
 def test_taps_are_remembered_by_geometry():
     run_ranks(other_geometries, 2)
+
+
+def _not_a_number(size):
+    import torchtp  # noqa: F401
+
+    x = torch.randn(1, 2, 6 * size, 5)
+    x[0, 0, 6, 2] = float("nan")
+    for sizes in ([6 * size, 5], [6 * size, 10], [12 * size, 5]):
+        for cut in shardings([2, 3]):
+            out = torch.ops.torchtp.interpolate(cut.shard(x), "linear", sizes, [0.0, 0.0], False, *cut.cut(x))
+            expected = cut.shard(F.interpolate(x, size=sizes, mode="bilinear"))
+            assert torch.equal(out.isnan(), expected.isnan()), (sizes, cut)
+
+
+def test_an_extent_that_stays_reads_no_other_row():
+    run_ranks(_not_a_number, 2, 2)
 
 
 def half_precision():
@@ -163,6 +197,15 @@ def half_precision():
 
 def test_half_precision_accumulates_in_single():
     run_ranks(half_precision, 2)
+
+
+def test_the_gradient_of_a_bicubic_image_that_stays_as_large_is_copied():
+    x = torch.randn(1, 2, 12, 20, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(1, 2, 12, 20, dtype=torch.float64)
+    out = torch.ops.torchtp.interpolate(x, "cubic", [12, 20], [1.05, 1.02], False, [], [], [])
+    y = F.interpolate(x, scale_factor=(1.05, 1.02), mode="bicubic")
+    torch.testing.assert_close(out, y)
+    assert torch.equal(torch.autograd.grad(out, x, dy)[0], torch.autograd.grad(y, x, dy)[0])
 
 
 def check_op():

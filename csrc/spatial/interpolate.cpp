@@ -42,11 +42,18 @@ void check(at::IntArrayRef sizes, const InterpolateParams& params, const std::ve
 }
 
 std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& params, const std::vector<Cut>& cuts,
-                            const at::TensorOptions& options, bool backward) {
+                            const at::Tensor& like, bool backward) {
   check(sizes, params, cuts);
   const std::vector<int64_t>& outputs = params.output_size;
-  const bool is_cpu = options.device().is_cpu();
-  const bool small_image = is_cpu && outputs.size() == 2 && outputs[0] + outputs[1] <= 128 && !backward;
+  const bool rounds = like.device().is_cpu() && !backward, nearest = params.mode.rfind("nearest", 0) == 0;
+  const bool small_image = rounds && outputs.size() == 2 && outputs[0] + outputs[1] <= 128;
+  std::vector<int64_t> inputs = sizes.slice(2).vec();
+  for (const Cut& cut : cuts) inputs[cut.dim - 2] = cut.extent;
+  // Like ATen: the gradient of a bicubic image that stays as large is copied, whatever the scales say.
+  const bool copied = backward && params.mode == "cubic" && inputs == outputs;
+  // Four channels or more that come last ATen resamples as if small. A part of one row or none may not tell.
+  const bool either = rounds && nearest && !small_image && outputs.size() > 1 && sizes[1] > 3;
+  const bool as_small = small_image || (either && like.suggest_memory_format() != at::MemoryFormat::Contiguous);
   std::vector<Axis> axes;
   for (size_t index = 0; index < params.output_size.size(); ++index) {
     const auto dim = static_cast<int64_t>(index) + 2;
@@ -54,14 +61,15 @@ std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& para
     for (const Cut& one : cuts) {
       if (one.dim == dim) cut = &one;
     }
-    Resampling resampling{params.mode,
-                          cut ? cut->extent : sizes[dim],
+    Resampling resampling{copied ? "nearest" : params.mode,
+                          inputs[index],
                           params.output_size[index],
-                          params.scales[index],
+                          copied ? 0 : params.scales[index],
                           params.align_corners,
-                          options.dtype() == at::kDouble,
+                          like.scalar_type() == at::kDouble,
                           backward,
-                          small_image};
+                          as_small,
+                          either};
     if (cut) {
       resampling.size = cut->group.size;
       resampling.rank = cut->group.rank;
@@ -96,6 +104,7 @@ at::Tensor resample_by_matrix(const at::Tensor& tensor, const Axis& axis, bool a
   at::Tensor matrix = at::zeros({outputs, inputs}, at::kDouble);
   double* const weights = matrix.mutable_data_ptr<double>();
   for (int64_t tap = 0; tap < outputs * taps.each; ++tap) {
+    if (taps.places[tap] < 0) continue;  // a row of fewer taps
     weights[tap / taps.each * inputs + taps.places[tap]] += taps.weights[tap];
   }
   matrix = matrix.to(tensor.options());
@@ -183,7 +192,7 @@ void check_interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
 
 at::Tensor interpolate(const at::Tensor& input, const InterpolateParams& params, const std::vector<Cut>& cuts) {
   TORCH_CHECK(at::isFloatingType(input.scalar_type()), "interpolate: needs floating point, got ", input.scalar_type());
-  const std::vector<Axis> axes = make_axes(input.sizes(), params, cuts, input.options(), false);
+  const std::vector<Axis> axes = make_axes(input.sizes(), params, cuts, input, false);
   at::Tensor x = dense(input);
   for (const Axis& axis : axes) {
     if (axis.cut) x = pull(x, *axis.cut, axis.taps->wanted, axis.taps->frame);
@@ -209,7 +218,7 @@ at::Tensor interpolate_backward(const at::Tensor& grad_output, at::IntArrayRef i
 #ifdef TORCHTP_CUDA
   as_aten = !has_interpolate_cuda(grad_output, params);  // kernels have the exact adjoint of their forward
 #endif
-  const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output.options(), as_aten);
+  const std::vector<Axis> axes = make_axes(input_sizes, params, cuts, grad_output, as_aten);
   at::Tensor grad = dense(grad_output);
 #ifdef TORCHTP_CUDA
   if (!as_aten) {

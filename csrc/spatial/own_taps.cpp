@@ -1,5 +1,6 @@
 #include "spatial/own_taps.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -12,14 +13,19 @@ namespace {
 constexpr size_t kMaxRemembered = 4 << 20;  // taps, 16 bytes each
 
 OwnTaps make_own_taps(const Resampling& dim) {
-  const Taps taps = make_taps(dim.mode, dim.in_extent, dim.out_extent, dim.scale, dim.align_corners, dim.wide,
-                              dim.backward, dim.small_image);
+  const auto taps_of = [&](bool small_image) {
+    return make_taps(dim.mode, dim.in_extent, dim.out_extent, dim.scale, dim.align_corners, dim.wide, dim.backward,
+                     small_image);
+  };
+  const Taps taps = taps_of(dim.small_image), other = dim.either ? taps_of(!dim.small_image) : taps;
   OwnTaps own;
   own.each = taps.each;
   own.outputs = {0, dim.out_extent};
   own.frame = {0, dim.in_extent};
   for (int rank = 0; rank < dim.size; ++rank) {
-    own.wanted.push_back(taps.read_by(owned(dim.out_extent, dim.size, rank)));
+    const Interval outputs = owned(dim.out_extent, dim.size, rank);
+    const Interval one = taps.read_by(outputs), another = other.read_by(outputs);
+    own.wanted.push_back({std::min(one.begin, another.begin), std::max(one.end, another.end)});
   }
   if (dim.size > 0) {
     own.outputs = owned(dim.out_extent, dim.size, dim.rank);

@@ -50,11 +50,11 @@ Taps linear_taps(int64_t in_extent, int64_t out_extent, double scale, bool align
   Taps taps{2, {}, {}};
   for (int64_t o = 0; o < out_extent; ++o) {
     const T place = coordinates.at(o, false);
-    // Like ATen: an extent that stays is copied, whatever the scale says.
+    // Like ATen: an extent that stays is copied, whatever the scale says; no other row is read, which may be no number.
     const bool copied = in_extent == out_extent;
     const int64_t first = copied ? o : std::min(static_cast<int64_t>(std::floor(place)), in_extent - 1);
     const T weight = copied ? T(0) : std::min(std::max(place - first, T(0)), T(1));
-    taps.places.insert(taps.places.end(), {first, std::min(first + 1, in_extent - 1)});
+    taps.places.insert(taps.places.end(), {first, copied ? first : std::min(first + 1, in_extent - 1)});
     taps.weights.insert(taps.weights.end(), {static_cast<double>(T(1) - weight), static_cast<double>(weight)});
   }
   return taps;
@@ -134,7 +134,8 @@ Taps copying_taps(int64_t extent) {
 }
 
 // Rounding decides which row is nearest, and ATen rounds otherwise in backward than in forward, so ATen itself is
-// asked. Forward it resamples the row numbers, for small images as one of them, which it rounds otherwise again.
+// asked. Forward it resamples the row numbers, for small images as one of them, which it rounds otherwise again; four
+// channels, channels last, are resampled as a small image whatever their size.
 // Backward it adds ones: as many as a row gets of them, so many outputs in turn are nearest to it.
 Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scale, bool wide, bool backward,
                   bool small_image) {
@@ -149,10 +150,12 @@ Taps nearest_taps(bool exact, int64_t in_extent, int64_t out_extent, double scal
                                     : at::upsample_nearest1d_backward(ones, {out_extent}, sizes, given);
     nearest = at::repeat_interleave(counts.view({in_extent}).to(at::kLong));
   } else if (small_image) {
-    const at::Tensor rows = at::arange(in_extent, options).view({1, 1, 1, in_extent});
+    const at::Tensor rows = at::arange(in_extent, options).view({1, 1, 1, in_extent}).expand({1, 4, 1, in_extent});
+    const at::Tensor image = rows.contiguous(at::MemoryFormat::ChannelsLast);
     const std::vector<int64_t> sizes{1, out_extent};
-    nearest = exact ? at::_upsample_nearest_exact2d(rows, sizes, std::nullopt, given)
-                    : at::upsample_nearest2d(rows, sizes, std::nullopt, given);
+    nearest = exact ? at::_upsample_nearest_exact2d(image, sizes, std::nullopt, given)
+                    : at::upsample_nearest2d(image, sizes, std::nullopt, given);
+    nearest = nearest.select(1, 0);
   } else {
     const at::Tensor rows = at::arange(in_extent, options).view({1, 1, in_extent});
     nearest = exact ? at::_upsample_nearest_exact1d(rows, {out_extent}, given)

@@ -22,7 +22,7 @@ struct Taps {
 
 // The taps of ATen's upsample functions, or of their backward functions, for tensors of doubles (`wide`) or of narrower
 // types; `scale` 0 means from the sizes. `small_image`: of images of two dims, of at most 128 output rows and columns
-// together, ATen's forward function rounds the nearest modes in float.
+// together, and of four channels or more that come last, ATen's forward function rounds the nearest modes in float.
 Taps make_taps(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale, bool align_corners,
                bool wide, bool backward, bool small_image);
 
