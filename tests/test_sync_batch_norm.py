@@ -80,6 +80,19 @@ def test_statistics_are_those_of_the_whole_batch(axes, sizes):
     run_ranks(_train, torch.Size(axes.values()).numel(), axes, sizes)
 
 
+def _nothing():
+    layout = make_layout({"dp": 2, "w": 2})
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 4, 3), nn.SyncBatchNorm(4)), layout, output="full")
+    model(torch.zeros(0, 2, 8, 8)).sum().backward()
+    norm = model[1]
+    assert torch.equal(norm.running_var, torch.ones(4)) and torch.equal(norm.running_mean, torch.zeros(4))
+    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
+
+
+def test_a_batch_of_nothing_leaves_everything_as_it_is():
+    run_ranks(_nothing, 4)
+
+
 def _groups():
     layout = make_layout({"dp": 2, "w": 2})
     images = make_images(layout.data_rank, 2)

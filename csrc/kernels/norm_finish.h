@@ -153,7 +153,7 @@ struct NormFinish : NormTeams {
       if (s == 0) message[0] = count;
       return;
     }
-    double variance = m2 / count;
+    double variance = m2 / (count < 1 ? 1 : count);
     if (constant) {
       middle = running_mean.load(s);
       variance = running_var.load(s);
@@ -162,8 +162,9 @@ struct NormFinish : NormTeams {
     if (rank == 0 && !constant) {
       mean[s] = static_cast<float>(middle);
       invstd[s] = static_cast<float>(share);
-      if (running_mean) update(running_mean, s, middle);
-      if (running_var) update(running_var, s, m2 / (count - 1));
+      // A batch of nothing leaves them as they are.
+      if (running_mean && count > 0) update(running_mean, s, middle);
+      if (running_var && count > 0) update(running_var, s, m2 / (count - 1));
     }
     const auto own = static_cast<int32_t>(s);
     const int64_t first = groups.num_groups > 0 ? by_groups.rest(own) * groups.factors() : s;

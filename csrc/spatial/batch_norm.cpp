@@ -82,12 +82,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(const at::Tensor& inpu
     }
     const auto [all, count] = merge_over(mine, elements_per_channel(x), cut_groups);
     stats = {all.mean,
-             map([&](const auto& m2, const auto& n) { return inverse_root(m2 / n + params.eps); }, all.m2, count)};
+             map([&](const auto& m2, const auto& n) { return inverse_root(m2 / at_least(n, 1) + params.eps); }, all.m2,
+                 count)};
     save_mean = stats.mean.to_tensor(type, {stats.mean.size()});
     save_invstd = stats.invstd.to_tensor(type, {stats.invstd.size()});
+    // Like ATen: a batch of nothing, on all ranks, leaves the running statistics as they are.
+    const Numbers momentum = map([&](const auto& n) { return at_least(-n, -1) * -params.momentum; }, count);
     const auto update = [&](const at::Tensor& running, const Numbers& now) {
-      map([&](const auto& a, const auto& b) { return a * (1 - params.momentum) + b * params.momentum; },
-          Numbers(running), now)
+      map([](const auto& a, const auto& b, const auto& share) { return a * (1 - share) + b * share; }, Numbers(running),
+          now, momentum)
           .write(running);
     };
     if (params.running_mean) update(*params.running_mean, all.mean);
