@@ -25,6 +25,8 @@ std::shared_ptr<const PullPlan> PullPlans::get(int64_t extent, int rank, const s
   std::vector<int64_t> key{extent, rank};
   for (const Interval& interval : wanted) key.insert(key.end(), {interval.begin, interval.end});
   std::lock_guard<std::mutex> lock(mutex_);
+  // Rows that are never wanted again, as of crops at random, must not pile up.
+  if (plans_.size() >= kMostPlans && plans_.count(key) == 0) plans_.clear();
   std::shared_ptr<const PullPlan>& plan = plans_[std::move(key)];
   if (!plan) plan = std::make_shared<const PullPlan>(make_pull_plan(extent, rank, wanted));
   return plan;

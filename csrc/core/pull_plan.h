@@ -29,9 +29,11 @@ struct PullPlan {
 // `wanted[r]` is what rank r wants; overhang beyond [0, extent) is ignored.
 PullPlan make_pull_plan(int64_t extent, int rank, const std::vector<Interval>& wanted);
 
-// Plans of one group, remembered for as long as the group lives. Thread-safe.
+// Plans of one group, remembered. Thread-safe.
 class PullPlans {
  public:
+  static constexpr size_t kMostPlans = 4096;  // some hundred bytes each
+
   std::shared_ptr<const PullPlan> get(int64_t extent, int rank, const std::vector<Interval>& wanted);
 
  private:
