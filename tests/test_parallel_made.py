@@ -192,3 +192,42 @@ def _refuse(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_made_bias_beside_a_plain_weight_is_refused(name):
     run_ranks(_refuse, 2, name)
+
+
+class AsParameters(nn.Module):
+    """Asks what they are, and makes and names some in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.places = nn.Parameter(torch.full((4, 1, 1), 3.0)), nn.Parameter(torch.rand(4, 2, 2))
+        self.register_parameter("scale", None)
+        self.register_buffer("seen", torch.zeros(4, 1, 1))
+
+    def forward(self, x):
+        if self.scale is None:
+            self.places = nn.Parameter(F.interpolate(self.places[None], x.shape[-2:])[0])
+            self.scale, self.other = nn.Parameter(1 / x.std((0, 2, 3))[:, None, None]), self.gamma
+            self.seen.set_(self.gamma.detach() + 1)
+        assert not isinstance(self.seen, nn.Parameter) and not isinstance(self.gamma * 2, nn.Parameter)
+        return x * self.scale * (self.gamma if isinstance(self.gamma, nn.Parameter) else 1) + self.places + self.seen
+
+
+def _as_parameters():
+    image = torch.randn(2, 4, 5, 7)
+    single = AsParameters()
+    model = torchtp.parallelize(copy.deepcopy(single), make_layout({"w": 2}), output="full")
+    for each in (single, model):
+        with torch.no_grad():
+            each(image)
+        each(image).square().sum().backward()
+    assert model.other is model.gamma
+    state, wanted = (each.state_dict(keep_vars=True) for each in (model, single))
+    for name, other in wanted.items():
+        value = state[name]
+        assert type(value) is type(other), name
+        torch.testing.assert_close(value, other)
+        torch.testing.assert_close(value.grad, other.grad)
+
+
+def test_parameters_are_parameters_to_a_forward():
+    run_ranks(_as_parameters, 2)

@@ -7,7 +7,7 @@ import torch
 from models import make_layout, make_network
 from test_parallel import Scaled
 from torch import nn
-from training import assert_same_gradients, assert_same_parameters, loss_of, make_images, make_optimizer
+from training import assert_same_gradients, assert_same_parameters, loss_of, make_images, make_optimizer, whole
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -102,3 +102,32 @@ def _made_by_its_type():
 
 def test_another_one_made_by_the_type_of_a_parallelized_module_is_a_plain_one():
     run_ranks(_made_by_its_type, 2)
+
+
+class Specialised(nn.Module):
+    """Its first call looks at the image and puts another forward in its own place."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.num_looks = nn.Parameter(torch.ones(())), 0
+
+    def forward(self, x):
+        self.num_looks += 1
+        self.forward = lambda x: 2 * x * self.gain
+        return x * self.gain
+
+
+def _puts_another_forward_in_its_place():
+    layout = make_layout({"w": 2})
+    single, model = Specialised(), torchtp.parallelize(Specialised(), layout)
+    image = make_images(0, 1)
+    for each in (single, model):
+        each(image)
+        torch.testing.assert_close(whole(each(image)), 2 * image)
+        assert each.num_looks == 1
+        del each.forward
+        torch.testing.assert_close(whole(each(image)), image)
+
+
+def test_a_forward_may_put_another_in_its_place():
+    run_ranks(_puts_another_forward_in_its_place, 2)

@@ -157,24 +157,12 @@ def _watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return watched
 
 
-def _plain_parameters() -> None:
-    """A parameter is made of a plain tensor; of any other it would have to be of the same class itself."""
-    theirs = torch.nn.Parameter.__new__
-
-    @functools.wraps(theirs)
-    def new(cls: type[torch.nn.Parameter], data: Any = None, requires_grad: bool = True) -> torch.nn.Parameter:
-        return theirs(cls, plainly(data), requires_grad)
-
-    torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
-
-
 def _install() -> None:
     _device._device_constructors()  # notes down the functions as they are, for the default device
     for name in _FACTORIES:
         watched = _watched(getattr(torch, name))
         torch.jit._builtins._register_builtin(watched, f"aten::{name}")
         setattr(torch, name, watched)
-    _plain_parameters()
 
 
 on_first_mark(_install)

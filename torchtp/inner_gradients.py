@@ -98,6 +98,8 @@ def _install() -> None:
     @functools.wraps(theirs)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_batched(outputs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # of plain tensors then, the same on all ranks
+            return theirs(outputs, *args, **kwargs)
         now = getattr(_forward, "now", None)
         if not kwargs.get("accumulate_grad") and (now is not None or in_backward()):
             grads = theirs(outputs, *args, **kwargs)

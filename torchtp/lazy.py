@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from torchtp import graph_modules
 from torchtp.canvas import Canvas, plainly
 from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
 from torchtp.dtensor.sharing import Replicated
-from torchtp.running import is_running, writes, written_now
+from torchtp.dtensor.spatial import is_marked, on_first_mark
+from torchtp.running import is_inside, is_running, writes, written_now
 
 # Functions and modules that take their parameters plain, by the aten op whose rule hands out gradients by the mean rule.
 _PLAIN_BY_RULE: dict[str, tuple[tuple[Any, ...], tuple[type, ...]]] = {
@@ -58,7 +60,13 @@ class Lazy(torch.Tensor):
     """
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_is_param":  # by which `isinstance(module.gamma, nn.Parameter)` goes
+            return isinstance(_unlazy(self), nn.Parameter)
         return getattr(_unlazy(self), name)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # the one method that PyTorch tells no subclass of
+        _unlazy(self).set_(*map(_unlazy, args), **{name: _unlazy(value) for name, value in kwargs.items()})
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_backward_hooks":  # autograd itself, of an alias that a Function changes, under a lock
@@ -76,6 +84,8 @@ class Lazy(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             partner = _cut_partner(args, kwargs)
+            if kwargs.get("out") is not None:
+                _note_written(func, [], _unlazy(kwargs["out"]))
             if partner is None:
                 plain = _each(_unlazy, args)
                 result = func(*plain, **_each(_unlazy, kwargs))
@@ -109,7 +119,9 @@ def prepare(root: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             continue  # what TorchScript runs meets them plain, as rules do
         names = [*module._parameters, *module._buffers, *_parametrized(module)]
-        if names and type(module) not in _KEEPS_PLAIN and not issubclass(type(module), _Prepared):
+        if issubclass(type(module), _Prepared):  # what was added since
+            names = [name for name in names if not isinstance(getattr(type(module), name, None), property)]
+        if names and type(module) not in _KEEPS_PLAIN:
             reclass(module, _prepared, tuple(names))
 
 
@@ -167,7 +179,8 @@ def remade(base: type, marks: tuple[type, ...], members: dict[str, Any], make: C
     """A subclass of `base` that looks like it; `make(base, *args)` makes it again in another process."""
     look = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     # The base's layout, whatever it inherits from first (ABC, Generic[T]): else no instance could be given the class.
-    members = {**look, "__slots__": (), "__reduce_ex__": Remade.__reduce_ex__, **members}
+    of_graph = graph_modules.members(base, lambda module: reclass(module, make, *args))
+    members = {**look, "__slots__": (), "__reduce_ex__": Remade.__reduce_ex__, **of_graph, **members}
     with _unnoticed_by(base):
         made = type(base.__name__, (base, *marks), members)
     made._torchtp_made_by = (make, (base, *args))  # type: ignore[attr-defined]
@@ -273,6 +286,23 @@ def _has_history_of_its_own(value: Lazy, origin: torch.Tensor) -> bool:
         return not origin.requires_grad or (value.grad_fn is not None and value.grad_fn.name() != "AliasBackward0")
 
 
+def _plain_parameters() -> None:
+    """A parameter that a forward makes is of a plain tensor; one that it gives another name is itself."""
+    theirs = nn.Parameter.__new__
+
+    @functools.wraps(theirs)
+    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+        if is_inside() and isinstance(data, DTensor) and is_marked(data.device_mesh):
+            data = _whole(data)
+        return theirs(cls, plainly(_unlazy(data)), requires_grad)
+
+    nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign, assignment]
+    nn.modules.module.register_module_parameter_registration_hook(lambda module, name, value: _unlazy(value))
+
+
+on_first_mark(_plain_parameters)
+
+
 def _whole(value: Any) -> Any:
     return full_of(value.detach()) if isinstance(value, DTensor) else value
 
@@ -299,11 +329,11 @@ def _cut_partner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor | Non
     return next((leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, DTensor)), None) if nested else None
 
 
-def _note_written(func: Callable[..., Any], args: Sequence[Any]) -> None:
+def _note_written(func: Callable[..., Any], args: Sequence[Any], out: Any = None) -> None:
     """Keep where `func` wrote, if it did and a forward runs that asks for it."""
     written = written_now()
-    if written is not None and args and (func == _SET_DATA or writes(func)):
-        first = args[0]
+    if written is not None and (out is not None or (args and (func == _SET_DATA or writes(func)))):
+        first = args[0] if out is None else out
         written.update(addresses(first if isinstance(first, (list, tuple)) else [first]))
 
 

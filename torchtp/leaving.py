@@ -107,7 +107,7 @@ def _install() -> None:
 
         return functools.wraps(getattr(torch.Tensor, method))(refuse)
 
-    for method in ("share_memory_", "__dlpack__"):
+    for method in ("share_memory_", "__dlpack__", "apply_", "map_", "map2_"):
         setattr(DTensor, method, refused(method))
     DTensor.numpy = numpy  # type: ignore[method-assign, assignment]
     DTensor.tolist = tolist  # type: ignore[method-assign, assignment]

@@ -67,10 +67,8 @@ def parallelize(
     if is_parallelized(module):
         raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
     make_equal(module, layout)
-    if reduce:
-        _ = (
-            layout.gradient_group
-        )  # made here: in a first forward, of several threads, ranks might make it in another order
+    if reduce:  # made here: in a first forward, of several threads, ranks might make it in another order
+        _ = layout.gradient_group
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
@@ -128,7 +126,7 @@ class _State:
         self._composition = Composition(layout)
         self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
         self._written = Written(layout)
-        self._buffered: list[nn.Module] | None = None
+        self._parts: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
         self._said_uncut = False
         self._comparisons = Comparisons(layout)
@@ -216,7 +214,7 @@ class _State:
             running() as written,
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
-        self._written.note(module, written | lazy.settle_buffers(self._have_buffers(module)))
+        self._written.note(module, written | lazy.settle_buffers(self._parts_of(module)))
         outputs, contents = arguments.settle(outputs, lambda nested: self._images.give(nested, tensors))
         if reducer is not None:
             for leaf in pytree.tree_leaves((outputs, contents)):
@@ -296,7 +294,7 @@ class _State:
     def _prepare_parts(self, module: nn.Module) -> None:
         lazy.prepare(module)
         sync_batch_norm.prepare(module, self.layout)
-        self._buffered = None
+        self._parts = None
 
     def _stranger(self, module: nn.Module, reducer: GradientReducer) -> str:
         """A sentence on a parameter that the reducer was not made for; empty where it was made for all."""
@@ -307,10 +305,10 @@ class _State:
                 return f"parameter {name!r} has replaced another one, or was added, after the first training step"
         return ""
 
-    def _have_buffers(self, module: nn.Module) -> list[nn.Module]:
-        if self._buffered is None:
-            self._buffered = [part for part in module.modules() if part._buffers]
-        return self._buffered
+    def _parts_of(self, module: nn.Module) -> list[nn.Module]:
+        if self._parts is None:
+            self._parts = list(module.modules())
+        return self._parts
 
 
 def _mode(module: nn.Module, averages: str, device_type: str) -> str:
@@ -363,7 +361,8 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         try:
             return state.call(self, own or functools.partial(base.forward, self), args, kwargs)
         finally:
-            state.forward = own
+            if state.forward is None:  # else this call has put another in its place
+                state.forward = own
 
     def apply_to_all(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         applied = base._apply(self, *args, **kwargs)
@@ -377,6 +376,12 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         else:
             base.__setattr__(self, name, value)
 
+    def delete_attribute(self: nn.Module, name: str) -> None:
+        if name == "forward" and is_parallelized(self) and getattr(self, _STATE).forward is not None:
+            getattr(self, _STATE).forward = None
+        else:
+            base.__delattr__(self, name)
+
     def set_state(self: nn.Module, state: Any) -> None:
         base.__setstate__(self, state)
         if is_parallelized(self):
@@ -386,6 +391,7 @@ def _root(base: type[nn.Module]) -> type[nn.Module]:
         "forward": forward,
         "_apply": apply_to_all,
         "__setattr__": set_attribute,
+        "__delattr__": delete_attribute,
         "__setstate__": set_state,
         "__init__": initialize,
         "__prepare_scriptable__": lambda self: refuse_script(),
