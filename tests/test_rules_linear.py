@@ -45,6 +45,8 @@ CASES = {
     "stacked": stacked,
     "pooled": pooled,
     "on_both": on_both,
+    "vector": lambda x, weight, bias: F.linear(x.permute(0, 2, 3, 1), weight[0], bias[0]).sin(),
+    "broadcast_bias": lambda x, weight, bias: along_channels(x, weight, bias[None]).sin(),
 }
 
 

@@ -80,6 +80,8 @@ MISTAKES = [
     lambda x: F.avg_pool3d(x.unsqueeze(2), (1, 9, 10), 4, (0, 1, 5)),
     lambda x: F.avg_pool3d(x.unsqueeze(2), (1, 3, 11), 4, (0, 1, 1)),
     lambda x: F.adaptive_avg_pool2d(x, (0, -1)),
+    lambda x: F.adaptive_max_pool2d(x[..., :1], (1, -1)),  # one rank has no columns
+    lambda x: F.channel_shuffle(x[..., :1], 2),
     lambda x: F.pad(x, (20, 20), mode="reflect"),
     lambda x: F.pad(x, (10, 0), mode="reflect"),
     lambda x: F.pad(x, (0, 12), mode="reflect"),
@@ -110,6 +112,9 @@ MISTAKES = [
     lambda x: F.cross_entropy(x, torch.zeros(2, 8, 10).long(), weight=torch.ones(2)),
     lambda x: F.cross_entropy(x, torch.zeros(2, 8, 10)),
     lambda x: F.cross_entropy(x, torch.rand(2, 2, 8, 10)),
+    lambda x: F.cross_entropy(x[..., :1], torch.zeros(2, 8, 1).int()),  # one rank has no rows
+    lambda x: F.cross_entropy(x[..., :1], torch.zeros(2, 8, 1).long(), weight=torch.ones(2)),
+    lambda x: F.cross_entropy(torch.stack([x, x], 2), _one_wrong((2, 2, 8, 10), 2), weight=torch.ones(2)),
     lambda x: F.mse_loss(x, torch.rand(2, 3, 8, 9)),
     lambda x: F.binary_cross_entropy(x + 1, x),
     lambda x: F.binary_cross_entropy(x + 2 * _one_wrong((2, 3, 8, 10), 1), x),
@@ -121,6 +126,7 @@ MISTAKES = [
     lambda x: F.unfold(x, 30),
     lambda x: F.fold(x.flatten(2), (4, 4), 2),
     lambda x: F.scaled_dot_product_attention(x, x[..., :5], x),
+    lambda x: F.scaled_dot_product_attention(*[x[..., :1].mT] * 2, x[..., :2].mT),  # one rank has no queries
     lambda x: x[:, :, :, 99],
     lambda x: x[..., torch.tensor([99])],
     lambda x: x[:, torch.tensor([7])],

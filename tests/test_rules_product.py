@@ -70,6 +70,10 @@ CASES = {  # of an image, with the shapes of parameters
     ),
     "attention_of_many_images": (lambda x: attend(heads(x[:1]), heads(x), heads(x).sin()).square(), []),
     "attention_without_heads": (lambda x: attend(tokens(x)[0], heads(x.repeat(1, 2, 1, 1)), heads(x)).square(), []),
+    "attention_of_one_value": (
+        lambda x: attend(*[t.permute(0, 3, 2, 1) for t in (x, x.sin(), x.mean(3, keepdim=True))]).square(),
+        [],
+    ),
     "linear_of_nothing": (lambda x, w: torch.matmul(tokens(x)[..., :0], w[:0]).sin(), [(4, 3)]),
     "masked_out": (lambda x: attend(*[heads(x)] * 3, attn_mask=torch.arange(35)[:, None] > 3).nan_to_num().sin(), []),
     "softmax_of_nothing": (

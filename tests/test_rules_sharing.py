@@ -36,6 +36,10 @@ CASES = {
     "embedding": (lambda x, p: F.embedding((x[:, :2] > 0).sum(1), p).permute(0, 3, 1, 2) * x, (3, 4)),
     "angles": (angles, IMAGE),
     "made_plain": (lambda x, p: x + F.conv2d(p.sin(), torch.ones(4, 2, 3, 3).double(), padding=1), (1, 2, 9, 11)),
+    "masked_scatter": (lambda x, p: x.masked_scatter(x > 0, p).sin() + p.masked_scatter(x > 1, x), IMAGE),
+    "masked_select": (lambda x, p: p.masked_select(x > 0).sin(), IMAGE),
+    "index_add": (lambda x, p: x.index_add(2, torch.tensor([3, 1, 3]), p, alpha=2).sin(), (2, 4, 3, 11)),
+    "classes": (lambda x, p: F.cross_entropy(p, (x[:, 0] > 0).long()), IMAGE),
     "pooled": (lambda x, p: F.adaptive_avg_pool2d(x, 1) * p, (4, 1, 1)),
 }
 

@@ -42,7 +42,7 @@ class _Plan:
     causal: bool
 
 
-def _planned(query: DTensor, key: Any, options: dict[str, Any], causal: bool) -> _Plan | None:
+def _planned(query: DTensor, key: Any, value: Any, options: dict[str, Any], causal: bool) -> _Plan | None:
     """None where this is not the way."""
     last = query.dim() - 1
     of_query: list[Placement] = []
@@ -57,7 +57,7 @@ def _planned(query: DTensor, key: Any, options: dict[str, Any], causal: bool) ->
             of_query.append(placement)
             of_key.append(Replicate())
             gradient.append(Partial())
-        elif query.size(placement.dim) == key.size(placement.dim):
+        elif query.size(placement.dim) == key.size(placement.dim) == value.size(placement.dim):  # none is stretched
             of_query.append(placement)
             of_key.append(placement)
             gradient.append(placement)
@@ -162,6 +162,13 @@ def _has_images_of(query: torch.Tensor, tensor: torch.Tensor, grouped: bool) -> 
     return grouped or all(theirs in (mine, 1) for mine, theirs in zip(query.shape[:-2], tensor.shape[:-2], strict=True))
 
 
+def _fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether kernels take them; a rank without queries would not hear that they don't."""
+    scores = torch.Size([*query.shape[:-1], key.size(-2)])
+    fits = query.dtype == key.dtype == value.dtype and query.size(-1) == key.size(-1) and key.size(-2) == value.size(-2)
+    return fits and (mask is None or torch.broadcast_shapes(mask.shape, scores) == scores)
+
+
 @composite_rule("scaled_dot_product_attention")
 @takes_nested
 def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,10 +178,10 @@ def attention(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return taken_apart(op, args, kwargs)
     ours = is_spatial(query) and not any(map(has_strided_shard, tensors))
     ours = ours and all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors)
-    ours = ours and all(_has_images_of(query, t, grouped) for t in (key, value))
+    ours = ours and all(_has_images_of(query, t, grouped) for t in (key, value)) and _fit(*tensors, mask)
     learned = isinstance(mask, torch.Tensor) and mask.requires_grad
     if ours and not dropout and not learned and not (causal and mask is not None):
-        plan = _planned(query, key, options, causal)
+        plan = _planned(query, key, value, options, causal)
         if plan is not None:
             return Attention.apply(query, key, value, mask, plan)
     return _in_steps(tensors, mask, dropout, causal, options)

@@ -17,7 +17,7 @@ from torchtp.dtensor.points import Points, lists_of, points_of
 from torchtp.dtensor.pointwise import pointwise, pointwise_in_place
 from torchtp.dtensor.registry import bound, spatial_rule
 from torchtp.dtensor.shape import resized, summed, taken
-from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import DTensor, Op, Replicate, Shard, in_backward, node_in_backward, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
@@ -132,6 +132,7 @@ def masked_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, mask = bound(op, args, kwargs)
     if not taken(tensor) and not taken(mask):
         return unruled(op, args, kwargs)
+    hand_out(tensor)  # what it is expanded to here has no gradient
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
     return index(aten.index.Tensor, (tensor.expand(shape), [mask.bool().expand(shape)]), {})
 
@@ -142,6 +143,8 @@ def masked_scatter(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Elements of the source, in their order, where the mask is true."""
     tensor, mask, source = bound(op, args, kwargs)
     in_place = op._schema.name.endswith("_")
+    for given in (tensor, source):
+        hand_out(given)  # what they are expanded or cut to here has no gradient
     shape = tensor.shape if in_place else torch.broadcast_shapes(tensor.shape, mask.shape)
     indices = [mask.bool().expand(shape)]
     target = tensor if in_place else _cut_as_mask(tensor.expand(shape), indices)
@@ -229,6 +232,7 @@ def index_add(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     in_place = op._schema.name.endswith("_")
     dim = dim_of(dim, tensor.dim())
     fits = source.dim() == tensor.dim() and source.shape == resized(tensor.shape, dim, numbers.numel())
+    hand_out(source)  # its product here has no gradient
     added = source if alpha == 1 else source * alpha
     result = _put(op, tensor, _along(dim, numbers), added, True, in_place) if fits else None
     if result is None and fits and numbers.dim() == 1:

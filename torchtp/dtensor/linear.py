@@ -24,8 +24,10 @@ _OP = torch.ops.aten.linear.default
 
 
 def _takes(input: Any, weight: Any, bias: Any) -> bool:
-    """Ours: an activation of a mesh that cuts images, and parameters that every rank holds whole."""
+    """Ours: an activation of a mesh that cuts images, and parameters that every rank holds whole: a matrix, a row."""
     if not isinstance(input, DTensor) or input.dim() == 0 or not is_marked(input.device_mesh):
+        return False
+    if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return False
     return is_replicated(weight) and is_replicated(bias)
 

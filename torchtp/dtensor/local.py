@@ -21,7 +21,8 @@ from torchtp.dtensor.wrapping import wrap
 @spatial_rule("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, groups = bound(op, args, kwargs)
-    if not taken(tensor) or any(plain_shard(p) and p.dim == 1 for p in tensor.placements):
+    fits = groups > 0 and tensor.size(1) % groups == 0  # else refused by all ranks, also where a part is empty
+    if not taken(tensor) or not fits or any(plain_shard(p) and p.dim == 1 for p in tensor.placements):
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(tensor)
     shuffled = op(local, groups) if local.numel() else local.clone()

@@ -14,6 +14,7 @@ from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
 from torchtp.dtensor.registry import bound, composite_rule, rule, spatial_rule
+from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -136,6 +137,7 @@ def _logits(op: Op, logits: Any, target: Any, mesh: DeviceMesh) -> tuple[torch.T
 
 def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
+        hand_out(tensor)
         return cut_locally(tensor, mesh, placements)
     return redistributed(local_of(tensor), spec_of(tensor), placements)
 
@@ -164,6 +166,7 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fits = laid_out and target.shape == torch.Size([logits.size(0), *logits.shape[2:]])
     if not fits or not is_spatial(logits) or has_strided_shard(logits):
         return taken_apart(op, args, kwargs)
+    _check_nll(logits, target, weight)
     if not isinstance(target, DTensor):
         mesh, placements = logits.device_mesh, _for_target(logits.placements)
         target = wrap(cut_locally(target, mesh, placements), mesh, placements, target.shape)
@@ -182,6 +185,17 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if reduction == _NONE:
         return losses
     return losses.sum() / weights.sum() if reduction == _MEAN else losses.sum()
+
+
+def _check_nll(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> None:
+    """Refuses on all ranks what kernels refuse where they have elements: of a rank's part they may have none."""
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"nll_loss: a target is of torch.int64 or torch.uint8, but it is of {target.dtype}")
+    if weight is not None and (weight.shape != (logits.size(1),) or weight.dtype != logits.dtype):
+        raise RuntimeError(
+            f"nll_loss: the weight has a number of {logits.dtype} for each of {logits.size(1)} classes, but it is of "
+            f"shape {tuple(weight.shape)} and {weight.dtype}"
+        )
 
 
 def _wrong_target(logits: torch.Tensor, ignore_index: int) -> IndexError:
@@ -209,6 +223,7 @@ def nll_loss_forward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"nll_loss: logits of shape {tuple(logits.shape)} ask for a target of shape {tuple(expected)}, but it is "
             f"{tuple(target.shape)}"
         )
+    _check_nll(logits, target, weight)
     mesh = (logits if isinstance(logits, DTensor) else target).device_mesh
     local, local_target, placements = _logits(op, logits, target, mesh)
     axes = axes_cutting(placements)

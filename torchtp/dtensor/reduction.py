@@ -192,7 +192,17 @@ def _extreme(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], which: str) 
         local = local.new_full(sizes, _limit(local.dtype, _LOWEST[which]))
     reduce = aten.amax if which == "max" else aten.amin
     narrow = local.to(torch.uint8) if local.dtype is torch.bool else local
-    return to.wrap(to.total(reduce(narrow, to.dims, keepdim), which).to(local.dtype))
+    extremes = reduce(narrow, to.dims, keepdim)
+    total = _total_with_nan(to, extremes, which) if local.is_floating_point() else to.total(extremes, which)
+    return to.wrap(total.to(local.dtype))
+
+
+def _total_with_nan(to: Reduced, local: torch.Tensor, which: str) -> torch.Tensor:
+    """NaN where any rank has it, which the maximum of two numbers is not on every backend."""
+    is_nan, sign = local.isnan(), 1 if which == "max" else -1
+    numbers = local.masked_fill(is_nan, _limit(local.dtype, _LOWEST[which]))
+    numbers, found = to.total(torch.stack([numbers, sign * is_nan.to(local.dtype)]), which)
+    return numbers.masked_fill(found != 0, math.nan)
 
 
 def _limit(dtype: torch.dtype, which: str) -> float | int | bool:

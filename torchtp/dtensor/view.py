@@ -284,6 +284,10 @@ def pixel_shuffle(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, factor = args
     if not is_spatial(tensor) or has_strided_shard(tensor) or _cut_before(tensor, 2):
         return unruled(op, args, kwargs)
+    if factor <= 0 or tensor.size(-3) % factor**2:  # which ranks without rows would not say
+        raise RuntimeError(
+            f"pixel_shuffle: channels must be divisible by the square of {factor}, but there are {tensor.size(-3)}"
+        )
     local, mesh, placements = summed(tensor)
     local = op(local, factor) if local.numel() else local.new_zeros(_shuffled(local.shape, factor))
     shape = _shuffled(tensor.shape, factor)
