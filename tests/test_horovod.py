@@ -64,6 +64,27 @@ def test_a_distributed_optimizer_steps_as_one_process_does(op, passes, calls):
     assert max(run_ranks(_train, 2, op, passes, calls, backend="torchtp")) < 1e-12
 
 
+def _scheduled_before():
+    """The scheduler is of the plain optimizer, as in many scripts; each step has fewer backwards than a reduction is of."""
+    hvd.init()
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
+    _loss(model, hvd.rank()).backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    optimizer.step(lambda: _loss(model, 10 + hvd.rank()).backward())
+    return _flat(model)
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler")
+def test_a_scheduler_may_be_made_before():
+    first, second = run_ranks(_scheduled_before, 2, backend="torchtp")
+    assert first.equal(second)
+
+
 def _closure():
     """A closure with fewer backwards than a reduction is of: what it has added is reduced when it ends."""
     hvd.init()

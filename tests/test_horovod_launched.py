@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchtp.horovod as hvd
+from torchtp.horovod import launched
 from torchtp.testing import run_ranks
 
 OPEN_MPI = {
@@ -52,6 +53,24 @@ def test_ranks_that_mpi_started_meet(names, num_hosts):
     local = size // num_hosts
     expected = [(size, rank, rank % local, local, rank // local, num_hosts, True) for rank in range(size)]
     assert run_ranks(_stand, size, names, num_hosts, backend=None, fresh=True) == expected
+
+
+def _stand_by_ranks_alone(num_hosts):
+    """As Slurm's PMI starts ranks."""
+    told = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    os.environ.update(PMI_RANK=told["RANK"], PMI_SIZE=told["WORLD_SIZE"])
+    host = int(told["RANK"]) * num_hosts // int(told["WORLD_SIZE"])
+    launched.socket.gethostname = lambda: f"node{host}"
+    hvd.init()
+    return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_ranks_that_are_not_told_their_place_on_the_host_find_it(num_hosts):
+    size = 4
+    local = size // num_hosts
+    expected = [(rank, rank % local, local, rank // local, num_hosts, True) for rank in range(size)]
+    assert run_ranks(_stand_by_ranks_alone, size, num_hosts, backend=None, fresh=True) == expected
 
 
 def _have_no_place_to_meet():

@@ -233,6 +233,12 @@ ON_ONE = {
         lambda: hvd.reducescatter(torch.ones(2)),
         False,
     ),
+    "factor": (
+        lambda: hvd.allreduce(torch.ones(2), prescale_factor=None),
+        lambda: hvd.allreduce(torch.ones(2)),
+        False,
+    ),
+    "no rows": (lambda: hvd.reducescatter(torch.ones(0)), lambda: hvd.reducescatter(torch.ones(4)), False),
     "another op": (
         lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum),
         lambda: hvd.allreduce(torch.ones(2)),
@@ -271,6 +277,8 @@ def test_a_mistake_of_one_rank_raises_on_all(how):
         assert caught[0][0] == caught[1][0] and caught[1][1] in caught[0][1]
     elif how == "another op":
         assert all("SUM" in text and "AVG" in text for _, text in caught)
+    elif how == "no rows":
+        assert all("0 elements" in text and "2 elements" in text for _, text in caught)
     else:
         assert "refused" in caught[0][1] and caught[1][0] in ("TypeError", "ValueError")
 

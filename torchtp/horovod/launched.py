@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
+from typing import Any
 
 import torch.distributed as dist
 
-# Rank and size among all, and on the host: of Open MPI; of MPICH, Intel MPI and Slurm's PMI.
+# Rank and size among all, and on the host: of Open MPI; of MPICH, Intel MPI and Slurm's PMI, which leaves the host out.
 _VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -36,8 +38,12 @@ def tell_as_torchrun() -> bool:
 
 def tell_hosts() -> None:
     """The same for hosts, by what all ranks know of themselves. Collective: every rank calls it."""
-    local_ranks: list[str] = [""] * dist.get_world_size()
-    own = os.environ.get("LOCAL_RANK", "0")
-    dist.all_gather_object(local_ranks, own)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (os.environ.get("LOCAL_RANK"), socket.gethostname()))
+    hosts = [host for _, host in told]
+    local_ranks = [local or str(hosts[:rank].count(host)) for rank, (local, host) in enumerate(told)]
+    own, host = local_ranks[dist.get_rank()], hosts[dist.get_rank()]
+    os.environ["LOCAL_RANK"] = own
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.count(host)))
     os.environ["GROUP_RANK"] = str(local_ranks[: dist.get_rank()].count(own))
     os.environ["GROUP_WORLD_SIZE"] = str(local_ranks.count("0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class _Reduction:
         if average is not None and op is not None:
             raise ValueError(f"{caller}: give op or average, not both, but they are {op!r} and {average}")
         op = op if op is not None else Average if average is not False else Sum
+        for name, factor in (("prescale_factor", prescale_factor), ("postscale_factor", postscale_factor)):
+            if not isinstance(factor, (Real, torch.Tensor)):
+                raise TypeError(f"{caller}: {name} is a number, but it is {factor!r}")
         if op not in _REDUCE_OPS:
             raise ValueError(f"{caller}: op is one of {', '.join(_REDUCE_OPS)}, but it is {op!r}")
         if compression not in _COMPRESSIONS:
@@ -119,8 +123,8 @@ def allreduce_async_(
     `average`, Horovod's older way to say it, is True for Average and False for Sum. Factors multiply what goes in and
     what comes out; integers are scaled in fp64 and cut off. Calls meet in their order: names are not looked at.
 
-    Raises TypeError for what is no dense tensor, ValueError for both `op` and `average`, an op or compression that is
-    none, the mean of a torch.bool, and before `init`.
+    Raises TypeError for what is no dense tensor and a factor that is no number, ValueError for both `op` and `average`,
+    an op or compression that is none, the mean of a torch.bool, and before `init`.
     """
     how = _checked("allreduce", tensor, average, op, compression, prescale_factor, postscale_factor)
     return _reduce_in_place(tensor, how)
@@ -270,9 +274,6 @@ def reducescatter_async(
     rank, size = dist.get_rank(), dist.get_world_size()
     each, more = divmod(tensor.size(0), size)
     message = how.message(tensor)
-    if tensor.numel() == 0:
-        empty = message.new_empty(each + (rank < more), *tensor.shape[1:], dtype=tensor.dtype)
-        return Handle([], lambda: empty)
     longest = each + (more > 0)
     if more:
         padded = message.new_zeros(size, longest, *tensor.shape[1:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -46,6 +48,11 @@ class _Distributed:
         """For scripts that call `synchronize` before `step`: nothing is done twice anyway."""
         yield
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From now on every `passes`-th backward reduces; alike on all ranks."""
+        self._backward_passes_per_step = passes
+        self._reducer.reduce_every(passes)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError: gradients of parameters that come later would stay this rank's own."""
         raise ValueError(
@@ -61,16 +68,19 @@ class _Distributed:
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """The optimizer's step, on what `synchronize` leaves, each time after a closure as well."""
+        return self._synchronized(super().step, closure)  # type: ignore[misc]
+
+    def _synchronized(self, step: Callable[..., Any], closure: Callable[[], float] | None = None) -> Any:
         if closure is None:
             self.synchronize()
-            return super().step()  # type: ignore[misc]
+            return step()
 
         def synchronized() -> float:
             loss = closure()
             self.synchronize()
             return loss
 
-        return super().step(synchronized)  # type: ignore[misc]
+        return step(synchronized)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what is pickled, has parameters of its own: it is the optimizer as it was before."""
@@ -122,6 +132,9 @@ def DistributedOptimizer(
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {})
     optimizer._reducer = reducer  # type: ignore[attr-defined]
     optimizer._backward_passes_per_step = backward_passes_per_step  # type: ignore[attr-defined]
+    if step := vars(optimizer).get("step"):  # of a scheduler that was made before: it calls the plain optimizer's
+        synchronized = functools.partial(_Distributed._synchronized, weakref.proxy(optimizer), step)
+        optimizer.step = functools.update_wrapper(synchronized, step)  # type: ignore[method-assign]
     return optimizer
 
 
