@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtp
-from torchtp import _C
+from torchtp import _C, explaining
 from torchtp.dtensor import notice
 from torchtp.measure import SavedBytes
 from torchtp.testing import run_ranks
@@ -190,7 +190,16 @@ def test_of_many_ranks_those_at_the_ends_are_rehearsed():
     network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1))
     told = torchtp.explain(network, (1, 3, 320, 320), {"h": 8, "w": 4})
     places = [(rank.coordinates["h"], rank.coordinates["w"]) for rank in told.ranks]
-    assert places == list(itertools.product((0, 1, 6, 7), range(4)))
+    between = [(h, 1) for h in range(2, 6)]
+    assert places == sorted([*itertools.product((0, 1, 6, 7), range(4)), *between])
+
+
+def test_of_many_ranks_the_one_that_sends_most_is_rehearsed(monkeypatch):
+    network = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, padding=1))
+    told = torchtp.explain(network, (1, 3, 64, 1003), {"w": 20})
+    monkeypatch.setattr(explaining, "_MAX_ALL", 1000)
+    every = torchtp.explain(network, (1, 3, 64, 1003), {"w": 20})
+    assert told.exchanged_bytes == every.exchanged_bytes > 0
 
 
 def state(network):
@@ -201,13 +210,17 @@ def state(network):
 
 
 def test_the_caller_notices_nothing():
+    numpy = pytest.importorskip("numpy")
     network = Everything()
+    network.register_forward_hook(lambda *_: numpy.random.rand() and None)
     values, modules = state(network)
     rng, python, filters, said = torch.get_rng_state(), random.getstate(), list(warnings.filters), set(notice._said)
+    numbers = numpy.random.get_state()[1:3]
     with warnings.catch_warnings(), torch.no_grad(), torchtp.strict():
         warnings.simplefilter("error")
         assert torchtp.explain(network, (1, 2, 12, 20), {"w": 2}).gathers
     assert torch.equal(rng, torch.get_rng_state()) and python == random.getstate()
+    assert all(map(numpy.array_equal, numbers, numpy.random.get_state()[1:3]))
     assert filters == list(warnings.filters) and said == notice._said
     again, modules_again = state(network)
     assert modules == modules_again

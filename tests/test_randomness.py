@@ -227,6 +227,28 @@ def test_what_python_and_numpy_draw_is_the_same_on_all_ranks_of_an_image(axes):
         assert not torch.equal(results[0][1][0], results[-1][1][0])
 
 
+def _one_number_more():
+    """Normal numbers come in pairs: rank 0 has used both of one, rank 1 has the second one still to come."""
+    random.seed(0)
+    numpy.random.seed(0)
+    numpy.random.randn(2 - dist.get_rank())
+    drawn = []
+
+    class Gain(nn.Module):
+        def forward(self, x):
+            drawn.append(numpy.random.randn())
+            return x * drawn[-1]
+
+    torchtp.parallelize(Gain(), _layout({"w": 2}, {"w": -1}))(torch.ones(1, 1, 2, 4))
+    return drawn
+
+
+@pytest.mark.skipif(numpy is None, reason="needs NumPy")
+def test_a_normal_number_still_to_come_is_part_of_the_state():
+    first, second = run_ranks(_one_number_more, 2)
+    assert first == second
+
+
 def _only_torch_is_seeded():
     layout = _layout({"dp": 2, "w": 1}, {"w": -1}, "dp")
     model = torchtp.parallelize(_model(), layout, output="full")

@@ -32,9 +32,9 @@ def explain(
     gives the number of ranks on the axes that cut W, H and D ({"h": 2, "w": 2}), and over "data". `dtype` is what the
     module and its images are cast to, by default the module's own. Nothing is launched, and neither the module nor
     process groups, generators or warnings of the caller are touched: a forward and a backward of a copy run on tensors
-    without data, for every rank. Of more than 16 ranks only those at both ends of each axis and next to them run; the
-    first is the fullest in any case, since no rank holds more rows of any tensor than the first of its axis. The module
-    stays in training or evaluation mode, as it is.
+    without data, for every rank. Of more than 16 ranks only those at both ends of each axis and next to them run, and
+    between these a line of them along each axis; the first is the fullest in any case, since no rank holds more rows of
+    any tensor than the first of its axis. The module stays in training or evaluation mode, as it is.
 
     Raises ValueError for an unknown axis, a shape without the dims that are cut, a module that is parallelized already,
     does not take such images, or needs to know its tensors' values (`if x.max() > 0`); TypeError for what is no module,
@@ -113,10 +113,18 @@ def _checked_mesh(
 
 
 def _rehearsed_ranks(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    chosen: list[Iterable[int]] = [range(size) for size in sizes]
-    if math.prod(sizes) > _MAX_ALL:
-        chosen = [sorted({0, 1, size - 2, size - 1} & set(range(size))) for size in sizes]
-    return itertools.product(*chosen)
+    every = itertools.product(*map(range, sizes))
+    if math.prod(sizes) <= _MAX_ALL:
+        return every
+
+    # Where extents are no multiple of the ranks windows lie differently on each: any of an axis may send most.
+    return (each for each in every if _is_rehearsed(each, sizes))
+
+
+def _is_rehearsed(coordinates: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    inside = [1 < at < size - 2 for at, size in zip(coordinates, sizes, strict=True)]
+    beside = [at == min(1, size - 1) for at, size in zip(coordinates, sizes, strict=True)]
+    return not any(inside) or (sum(inside) == 1 and sum(beside) == len(sizes) - 1)
 
 
 def _rehearsed(

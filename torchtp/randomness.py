@@ -10,7 +10,6 @@ Checkpointing keeps and restores the states of torch's generators as it always d
 
 from __future__ import annotations
 
-import ctypes
 import random
 import struct
 from collections.abc import Iterator
@@ -134,12 +133,7 @@ class _NumPy:
     _layout = struct.Struct("=2496sQ?d")
 
     def mark(self) -> bytes:
-        if not hasattr(numpy.random, "get_bit_generator"):  # NumPy before 1.24
-            return self.state()
-        generator: Any = numpy.random.get_bit_generator()
-        if type(generator).__name__ != self._name:
-            return b""
-        return ctypes.string_at(generator.ctypes.state_address, 2500)  # the words and the position
+        return self.state()  # a second normal number that is still to come stands nowhere else
 
     def state(self) -> bytes:
         state: Any = numpy.random.get_state(legacy=False)
@@ -156,7 +150,7 @@ class _NumPy:
         numpy.random.set_state((self._name, key, position, int(has_normal), normal))
 
     def seed(self, seed: int) -> None:
-        if self.mark():
+        if any(self.state()):
             numpy.random.seed(seed % (1 << 32))
 
     def draw(self) -> None:
@@ -165,8 +159,12 @@ class _NumPy:
 
 def _generators(layout: Layout) -> list[_Generator]:
     devices = {"cpu": torch.device("cpu"), layout.mesh.device_type: layout.device}
-    generators: list[_Generator] = [*map(_Torch, devices.values()), _Python()]
-    return generators if numpy is None else [*generators, _NumPy()]
+    return [*map(_Torch, devices.values()), *outside_torch()]
+
+
+def outside_torch() -> list[_Generator]:
+    """Those of Python and NumPy."""
+    return [_Python()] if numpy is None else [_Python(), _NumPy()]
 
 
 def _of_the_first(own: list[bytes], layout: Layout) -> list[bytes]:

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import math
-import random
 import threading
 import warnings
 from collections import Counter
@@ -40,6 +39,7 @@ from torchtp.dtensor.cut import cut_locally
 from torchtp.dtensor.upstream import Op, in_backward, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 from torchtp.measure import SavedBytes
+from torchtp.randomness import outside_torch
 from torchtp.running import running
 
 _META = torch.device("meta")
@@ -301,7 +301,7 @@ def _backward(outputs: Any) -> None:
 @contextlib.contextmanager
 def _unchanged() -> Iterator[None]:
     """The caller's random numbers, warnings and modes stay as they are."""
-    state = random.getstate()
+    states = [(generator, generator.state()) for generator in outside_torch()]
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with (
         torch.random.fork_rng(devices=[]),
@@ -315,4 +315,5 @@ def _unchanged() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-            random.setstate(state)
+            for generator, state in states:
+                generator.restore(state)
