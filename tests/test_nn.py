@@ -120,6 +120,23 @@ def test_every_padding_mode_without_a_gather(axes, mode, kernel, stride, padding
     run_ranks(_padded, torch.Size(axes.values()).numel(), axes, mode, kernel, stride, padding, dilation, shape)
 
 
+def _padded_under_autocast(mode):
+    layout = make_layout({"w": 4})
+    theirs = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode)
+    mine = torchtp.nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode)
+    mine.load_state_dict(theirs.state_dict())
+    image = torch.randn(1, 2, 6, 5)  # of which the last rank has no column
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, output = theirs(image), mine(layout.shard(image))
+    assert output.to_local().dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(output.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "circular"])
+def test_ranks_without_columns_have_the_dtype_of_the_others(mode):
+    run_ranks(_padded_under_autocast, 4, mode)
+
+
 def _too_much_padding():
     layout = make_layout({"w": 2})
     layer = torchtp.nn.Conv2d(2, 2, 3, padding=4, padding_mode="reflect")

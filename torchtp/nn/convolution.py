@@ -144,19 +144,20 @@ def convolution_padded(
         weight = lazy.Scaled.apply(weight, factor)
         bias = None if bias is None else lazy.Scaled.apply(bias, factor)
     out_shape = torch.Size(shape)
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
     if is_empty:
-        # Nothing to compute, but backward must take part in the exchanges of the others.
+        # Nothing to compute, but backward must take part in the exchanges of the others, in the dtype that they have.
         extents = list(out_shape)
         for axis, placement in enumerate(kept):
             if isinstance(placement, Shard):
                 begin, end = owned(extents[placement.dim], axes.sizes[axis], axes.ranks[axis])
                 extents[placement.dim] = end - begin
-        nothing = local.sum() + weight.sum() + (0 if bias is None else bias.sum())
-        output = local.new_zeros(extents) + 0 * nothing
+        window = [d * (kernel - 1) + 1 for d, kernel in zip(dilation, weight.shape[2:], strict=True)]
+        some = convolve(local.new_zeros(*local.shape[:2], *window), weight, bias, stride, 0, dilation, groups)
+        output = some.new_zeros(extents) + 0 * (local.sum() + some.sum())
     else:
         if any(uncut):
             local = F.pad(local, uncut, mode)
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
         output = convolve(local, weight, bias, stride, 0, dilation, groups)
     return from_part(output, mesh, kept, out_shape, input)
 
