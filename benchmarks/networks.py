@@ -93,7 +93,7 @@ def error_of(mine: Tensor, reference: Tensor, least: float = 0.0) -> float:
     """The largest difference over the largest number of the reference, which counts as `least` if it is less."""
     if mine.shape != reference.shape:
         return float("inf")
-    scale = max(least, reference.abs().max().item()) if reference.numel() else 0.0
+    scale = max(reference.abs().max().item(), least) if reference.numel() else 0.0  # NaN stays
     return (mine - reference).abs().max().item() / scale if scale else 0.0
 
 
@@ -114,7 +114,12 @@ def compare_step(
             raise AssertionError(f"{name} has a gradient on one side only")
         if parameter.grad is not None:
             errors.append(error_of(parameter.grad, references[name], least))
-    return max(errors)
+    return max(errors, key=_nan_last)
+
+
+def _nan_last(error: float) -> tuple[bool, float]:
+    """By what errors are sorted: Python's max passes over NaN."""
+    return math.isnan(error), error
 
 
 def _compare(network: Network, axes: Axes) -> Row:
@@ -192,7 +197,7 @@ def main() -> int:
             timeout=300.0,
             fresh=True,  # what the heaps of three meshes' workers grow to after hundreds of networks is more than 24 GB
         )
-        worst = max(found, key=lambda row: row["error"])
+        worst = max(found, key=lambda row: _nan_last(row["error"]))
         worst["kept_share"] = max(row["kept_share"] for row in found)
         rows.append(
             {

@@ -87,6 +87,8 @@ def main() -> int:
     start_process_group(args.backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     if args.device == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("--device cuda needs a GPU, and there is none here: leave it out")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     layout = make_layout(args.mesh, args.device)
     depths, dims = NETWORKS[args.network]

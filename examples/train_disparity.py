@@ -205,6 +205,11 @@ def largest_difference(value: Tensor, reference: Tensor) -> float:
     return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-300)).item()
 
 
+def most(differences: list[float]) -> float:
+    """The largest one; NaN if one is, which Python's max passes over."""
+    return torch.tensor(differences, dtype=torch.float64).max().item()
+
+
 def draw(
     path: Path, scene: Scene, prediction: Tensor, layout: torchtp.Layout, history: History, reference: History | None
 ) -> None:
@@ -290,9 +295,11 @@ def main() -> int:
         result["loss_differences"] = [
             abs(a - b) / abs(b) for a, b in zip(history.losses, reference.losses, strict=True)
         ]
-        result["parameter_difference"] = max(
-            largest_difference(ours.detach(), theirs.detach())
-            for ours, theirs in zip(network.parameters(), trained.parameters(), strict=True)
+        result["parameter_difference"] = most(
+            [
+                largest_difference(ours.detach(), theirs.detach())
+                for ours, theirs in zip(network.parameters(), trained.parameters(), strict=True)
+            ]
         )
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "disparity.png"
@@ -333,7 +340,7 @@ def main() -> int:
     if not args.check:
         return 0
     bound = MAX_DIFFERENCE[getattr(torch, args.dtype)]
-    loss_difference, parameter_difference = max(result["loss_differences"]), result["parameter_difference"]
+    loss_difference, parameter_difference = most(result["loss_differences"]), result["parameter_difference"]
     same = loss_difference < bound and (parameter_difference < bound or args.dtype != "float64")
     print(
         f"largest relative difference to one rank over {args.steps} steps: loss {loss_difference:.1e}, "

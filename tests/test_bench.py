@@ -1,8 +1,10 @@
 """`torchtp bench`: its figures are of what was asked for, and what can't be measured is told."""
 
 import json
+import math
 
 import pytest
+import torch
 
 from torchtp import bench, cli
 
@@ -41,8 +43,10 @@ def test_a_training_step_is_measured_beside_one_process_and_gradients_compared(c
         (["torch.nn:ReLU", "--mesh=w=2"], "a network with --shape and --mesh, or none of them"),
         (["torch.nn:ReLU", "--mesh=w=2", "--shape=1,3,8,8", "--ranks=2"], "--ranks without a network"),
         (["torch.nn:ReLU", "--mesh=x=2", "--shape=1,3,8,8"], "the mesh has an axis 'x'"),
+        (["torch.nn:ReLU", "--mesh=w=2", "--shape=1,3,8,8"], "no output takes a gradient"),
+        (["--dtype=bf16"], "--argument and --dtype with a network"),
     ],
-    ids=["name", "shape", "no shape", "ranks", "axis"],
+    ids=["name", "shape", "no shape", "ranks", "axis", "no gradient", "dtype"],
 )
 def test_what_can_not_be_measured_is_told(arguments, told, capsys):
     assert cli.main(["bench", *arguments]) == 2
@@ -66,6 +70,19 @@ def test_numbers_that_are_none_are_usage(flag, value, told, capsys):
         cli.main(["bench", f"{flag}={value}"])
     assert caught.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_one_rank_has_no_neighbours():
+    assert {call.op for call in bench.calls(1, 1, (64,))} == {"allreduce", "allgather", "alltoall"}
+
+
+def test_a_gradient_that_is_no_number_is_told():
+    one, other = (torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)) for _ in range(2))
+    for parameter in (*one.parameters(), *other.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    assert bench._difference(one, other) == 0
+    other[1].weight.grad.fill_(float("nan"))
+    assert math.isnan(bench._difference(one, other))
 
 
 def test_functions_refuse_less_than_one():

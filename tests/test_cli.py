@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchtp
-from torchtp import _extension, cli
+from torchtp import _extension, cli, named
 
 
 def test_info_tells_build_machine_backends_and_ops(capsys):
@@ -23,6 +23,18 @@ def test_info_as_json(capsys):
     assert facts["built for torch"] == torch.__version__.split("+")[0]
     assert {"pull", "push_add", "convolution"} <= set(facts["ops"])
     assert "undefined" not in facts["backends"]
+
+
+@pytest.mark.parametrize(("words", "compiler"), [("", "c++"), ("g++ -m64", "g++"), ("ccache g++", "g++")])
+def test_a_compiler_is_found_in_what_cxx_says(words, compiler):
+    assert cli._compiler(words) == compiler
+
+
+def test_a_module_takes_no_arguments(monkeypatch):
+    monkeypatch.setattr(torch.nn, "made", torch.nn.ReLU(), raising=False)
+    assert named.made("torch.nn:made", {}) is torch.nn.made
+    with pytest.raises(ValueError, match="is a torch.nn.Module already"):
+        named.made("torch.nn:made", {"inplace": True})
 
 
 def test_version(capsys):

@@ -307,6 +307,18 @@ def test_clocks_of_other_hosts_are_set_by_common_calls(tmp_path):
     assert [span[1:] for span in spans if span[0] == 0] == [span[1:] for span in spans if span[0] == 1]
 
 
+def test_clocks_are_set_by_whatever_group_has_calls(tmp_path):
+    hour = 3_600_000_000_000
+    for rank in range(2):
+        call = _call(0, called_ns=rank * hour, started_ns=rank * hour, ended_ns=rank * hour + 5_000)
+        head, group, *calls = _trace(rank, [call]).splitlines()
+        lines = [head, group.replace('"g"', '"idle"'), group, *calls]
+        (tmp_path / f"{rank}").write_text("\n".join(lines))
+    drawn = timeline.read([tmp_path / "0", tmp_path / "1"])
+    starts = [event["ts"] for event in drawn["traceEvents"] if event["ph"] == "X"]
+    assert starts == [0, 0]
+
+
 def test_a_timeline_of_a_job_is_written(tmp_path, capsys):
     run_ranks(_agreeing, 2, str(tmp_path), backend="torchtp")
     out = tmp_path / "drawn.json"

@@ -212,7 +212,7 @@ def _time_calls(repeat: int, sizes: Sequence[int]) -> dict[tuple[str, int], tupl
         return neighbours(group, tensor)
 
     found = {}
-    for op in ("allreduce", "allgather", "alltoall", "neighbours"):
+    for op in ("allreduce", "allgather", "alltoall", *(["neighbours"] if beside else [])):
         for num_bytes in sizes:
             tensor = torch.zeros(num_bytes // 4)
             times = max(1, min(20, (1 << 20) // num_bytes))
@@ -236,7 +236,9 @@ class _Step:
         self.network.zero_grad(set_to_none=True)
         outputs = [leaf for leaf in pytree.tree_leaves(self.network(*self.images)) if isinstance(leaf, Tensor)]
         loss = sum(leaf.square().mean() for leaf in outputs if leaf.is_floating_point())
-        loss.backward()  # type: ignore[union-attr]
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ValueError("no output takes a gradient, so there is no backward to measure")
+        loss.backward()
 
 
 def _time_steps(
@@ -283,5 +285,10 @@ def _difference(plain: nn.Module, cut: nn.Module) -> float:
         for mine, theirs in zip(plain.parameters(), cut.parameters(), strict=True)
         if mine.grad is not None and theirs.grad is not None
     ]
-    largest = max((float(mine.abs().max()) for mine, _ in pairs), default=0.0)
-    return max((float((mine - theirs).abs().max()) for mine, theirs in pairs), default=0.0) / (largest or 1.0)
+    largest = _largest([float(mine.abs().max()) for mine, _ in pairs])
+    return _largest([float((mine - theirs).abs().max()) for mine, theirs in pairs]) / (largest or 1.0)
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN if one is, which Python's max passes over; 0 of none."""
+    return next(filter(math.isnan, values), max(values, default=0.0))

@@ -38,12 +38,17 @@ def info() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
-        "compiler": shutil.which(os.environ.get("CXX", "c++").split()[-1]) is not None,
+        "compiler": shutil.which(_compiler(os.environ.get("CXX", ""))) is not None,
         "GPUs": gpus,
         "halos on GPUs": _halos_on_gpus(built.cuda, len(gpus)),
         "backends": sorted(name for name in dist.Backend.backend_list if _works(dist, name)),
         "ops": ops,
     }
+
+
+def _compiler(words: str) -> str:
+    """The program in what CXX may say: "ccache g++ -m64"."""
+    return ["c++", *(word for word in words.split() if not word.startswith("-"))][-1]
 
 
 def _halos_on_gpus(cuda: str | None, count: int) -> str:
@@ -206,6 +211,11 @@ def _show_bench(arguments: argparse.Namespace) -> int:
 
     if (arguments.network is None) != (not arguments.mesh) or (arguments.network is None) != (not arguments.shape):
         print("torchtp: bench takes a network with --shape and --mesh, or none of them", file=sys.stderr)
+        return 2
+    if arguments.network is None and (arguments.argument or arguments.dtype):
+        print(
+            "torchtp: bench takes --argument and --dtype with a network: without one calls are of fp32", file=sys.stderr
+        )
         return 2
     if arguments.network is not None and arguments.ranks is not None:
         print(

@@ -27,6 +27,10 @@ def made(network: str, arguments: Mapping[str, Any]) -> torch.nn.Module:
         raise ValueError(f"{network} is not there: {error}") from error
     except Exception as error:  # of the author of what is imported
         raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    if arguments and isinstance(found, torch.nn.Module):
+        raise ValueError(
+            f"{network} is a torch.nn.Module already, which nothing is called for: leave the arguments out"
+        )
     if callable(found) and not isinstance(found, torch.nn.Module):
         try:
             found = found(**arguments)

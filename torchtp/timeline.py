@@ -125,21 +125,25 @@ def _offsets(groups: dict[Group, dict[int, RankTrace]]) -> dict[int, int]:
     for ranks in sorted(groups.values(), key=len, reverse=True):
         traces = [ranks[rank] for rank in sorted(ranks)]
         known = next((trace for trace in traces if trace.global_rank in offsets), traces[0])
-        base = offsets.setdefault(known.global_rank, 0)
+        base = offsets.get(known.global_rank, 0)
         for trace in traces:
-            if trace.global_rank not in offsets:
-                offsets[trace.global_rank] = base + _apart(known, trace)
-    return offsets
+            apart = _apart(known, trace)
+            if trace.global_rank not in offsets and apart is not None:  # else a smaller group may tell
+                offsets |= {known.global_rank: base, trace.global_rank: base + apart}
+    every = (trace.global_rank for ranks in groups.values() for trace in ranks.values())
+    return dict.fromkeys(every, 0) | offsets
 
 
-def _apart(reference: RankTrace, trace: RankTrace) -> int:
-    """How far the clock of a rank is behind the reference's, by the calls that both have come through; 0 if these do not tell."""
+def _apart(reference: RankTrace, trace: RankTrace) -> int | None:
+    """How far the clock of a rank is behind the reference's, by the calls that both have come through; None without any."""
     common = [
         (reference.calls[number], trace.calls[number])
         for number in reference.calls.keys() & trace.calls.keys()
         if reference.calls[number]["op"] in _MEETING
         and reference.calls[number]["state"] == trace.calls[number]["state"] == "done"
     ]
+    if not common:
+        return None
     if all(
         mine["ended_ns"] >= theirs["started_ns"] and theirs["ended_ns"] >= mine["started_ns"] for mine, theirs in common
     ):
