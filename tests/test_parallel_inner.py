@@ -168,3 +168,23 @@ def test_a_latent_that_is_fitted_in_forward(born, plain_first):
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_a_flow_is_solved_in_functions_of_peoples_own(axes, solve):
     run_ranks(compare, math.prod(axes.values()), axes, Flow, solve)
+
+
+class Transformed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, 1, 1))
+
+    def forward(self, x):
+        fast = torch.func.grad(lambda weight: F.conv2d(x, weight).square().mean())(self.weight)
+        return F.conv2d(x, fast)
+
+
+def _transformed():
+    model = torchtp.parallelize(Transformed(), make_layout({"w": 2}))
+    with pytest.raises(RuntimeError, match="this rank's contribution alone: take the gradient by torch.autograd.grad"):
+        model(torch.randn(1, 3, 4, 6))
+
+
+def test_gradients_by_torch_func_are_refused():
+    run_ranks(_transformed, 2)

@@ -43,6 +43,11 @@ def averaged(mesh: DeviceMesh, parameters: Container[int]) -> Iterator[None]:
 def _mean(mesh: DeviceMesh, grad: Any) -> Any:
     if isinstance(grad, DTensor) or not isinstance(grad, torch.Tensor) or grad.layout is not torch.strided:
         return grad
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func.grad (vjp, jacrev) inside a parallelized forward would give this rank's contribution alone: take the "
+            "gradient by torch.autograd.grad(..., create_graph=True)"
+        )
     return whole_gradient(grad, mesh)
 
 
@@ -98,8 +103,6 @@ def _install() -> None:
     @functools.wraps(theirs)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_batched(outputs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # of plain tensors then, the same on all ranks
-            return theirs(outputs, *args, **kwargs)
         now = getattr(_forward, "now", None)
         if not kwargs.get("accumulate_grad") and (now is not None or in_backward()):
             grads = theirs(outputs, *args, **kwargs)
