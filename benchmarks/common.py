@@ -147,7 +147,7 @@ def _flags_that_count() -> list[str]:
     if "--out" in flags:
         at = flags.index("--out")
         del flags[at : at + 2]
-    return flags
+    return [flag for flag in flags if not flag.startswith("--out=")]
 
 
 def report(

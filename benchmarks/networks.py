@@ -13,6 +13,7 @@ with its bytes, on each rank.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import math
 import sys
@@ -160,10 +161,10 @@ def installed(library: str) -> str | None:
 
 
 def _axes(text: str) -> Axes:
-    axes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
-    if not axes or not set(axes) <= set(_DIMS) or min(axes.values()) < 1:
-        raise ValueError(f"a mesh is written like h=2,w=2, of the axes d, h and w, not {text!r}")
-    return axes
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name in _DIMS and size.isdecimal() and int(size) for name, _, size in parts):
+        raise argparse.ArgumentTypeError(f"a mesh is written like h=2,w=2, of the axes d, h and w, not {text!r}")
+    return {name: int(size) for name, _, size in parts}
 
 
 def main() -> int:
@@ -221,7 +222,7 @@ def main() -> int:
             "kept": lambda row: f"{row['kept_share']:.2f}",
             "gathers": lambda row: f"{row['gathers']} ({row['gathered_bytes'] / 2**20:.1f} MiB)" if row["gathers"] else "-",
         },
-        args.out or (RESULTS / "timm_families.json" if args.families else None),
+        args.out or (RESULTS / "families.json" if args.families else None),
         {"versions": versions, "not installed": [library for library, found in versions.items() if found is None]},
     )  # fmt: skip
     return int(any(not row["error"] <= row["tolerance"] for row in rows))

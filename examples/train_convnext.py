@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 examples/train_convnext.py --network xlarge --shape 7,3,512,2048 --mesh w=8 --device cuda
     torchrun --nproc-per-node 8 examples/train_convnext.py --mesh data=2,h=2,w=2 --checkpoint --amp
 
---shape is the batch of one data rank. The last line but the table is the loss, so that two meshes can be compared.
+--shape is the batch of one data rank. The table's last column is the loss, so that two meshes can be compared.
 """
 
 from __future__ import annotations
