@@ -17,6 +17,7 @@ from torchtp.rehearsal import Counts, Place, rehearse, without_data
 
 DIMS = {"d": -3, "h": -2, "w": -1}
 _MAX_ALL = 16  # ranks that are all rehearsed
+_MAX_LINE = 32  # of more, those of one axis between its ends
 
 
 def explain(
@@ -33,8 +34,8 @@ def explain(
     module and its images are cast to, by default the module's own. Nothing is launched, and neither the module nor
     process groups, generators or warnings of the caller are touched: a forward and a backward of a copy run on tensors
     without data, for every rank. Of more than 16 ranks only those at both ends of each axis and next to them run, and
-    between these a line of them along each axis; the first is the fullest in any case, since no rank holds more rows of
-    any tensor than the first of its axis. The module stays in training or evaluation mode, as it is.
+    between these at most 32 along each axis; the first is the fullest in any case, since no rank holds more rows of any
+    tensor than the first of its axis. The module stays in training or evaluation mode, as it is.
 
     Raises ValueError for an unknown axis, a shape without the dims that are cut, a module that is parallelized already,
     does not take such images, or needs to know its tensors' values (`if x.max() > 0`); TypeError for what is no module,
@@ -118,13 +119,21 @@ def _rehearsed_ranks(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         return every
 
     # Where extents are no multiple of the ranks windows lie differently on each: any of an axis may send most.
-    return (each for each in every if _is_rehearsed(each, sizes))
+    lines = [_spread(range(2, size - 2)) for size in sizes]
+    return (each for each in every if _is_rehearsed(each, sizes, lines))
 
 
-def _is_rehearsed(coordinates: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+def _spread(inside: range) -> set[int]:
+    """As many as are rehearsed of one axis, evenly."""
+    most = min(len(inside), _MAX_LINE)
+    return {inside[number * len(inside) // most] for number in range(most)}
+
+
+def _is_rehearsed(coordinates: tuple[int, ...], sizes: tuple[int, ...], lines: list[set[int]]) -> bool:
     inside = [1 < at < size - 2 for at, size in zip(coordinates, sizes, strict=True)]
     beside = [at == min(1, size - 1) for at, size in zip(coordinates, sizes, strict=True)]
-    return not any(inside) or (sum(inside) == 1 and sum(beside) == len(sizes) - 1)
+    on_line = any(at in line for at, line in zip(coordinates, lines, strict=True))
+    return not any(inside) or (on_line and sum(inside) == 1 and sum(beside) == len(sizes) - 1)
 
 
 def _rehearsed(
