@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,27 +113,21 @@ def _checked_mesh(
     return axes, dims
 
 
-def _rehearsed_ranks(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    every = itertools.product(*map(range, sizes))
+def _rehearsed_ranks(sizes: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
     if math.prod(sizes) <= _MAX_ALL:
-        return every
-
+        return itertools.product(*map(range, sizes))
+    chosen = set(itertools.product(*({0, 1, size - 2, size - 1} & set(range(size)) for size in sizes)))
     # Where extents are no multiple of the ranks windows lie differently on each: any of an axis may send most.
-    lines = [_spread(range(2, size - 2)) for size in sizes]
-    return (each for each in every if _is_rehearsed(each, sizes, lines))
+    beside = tuple(min(1, size - 1) for size in sizes)
+    for axis, size in enumerate(sizes):
+        chosen |= {(*beside[:axis], at, *beside[axis + 1 :]) for at in _spread(range(2, size - 2))}
+    return sorted(chosen)
 
 
-def _spread(inside: range) -> set[int]:
+def _spread(inside: range) -> list[int]:
     """As many as are rehearsed of one axis, evenly."""
     most = min(len(inside), _MAX_LINE)
-    return {inside[number * len(inside) // most] for number in range(most)}
-
-
-def _is_rehearsed(coordinates: tuple[int, ...], sizes: tuple[int, ...], lines: list[set[int]]) -> bool:
-    inside = [1 < at < size - 2 for at, size in zip(coordinates, sizes, strict=True)]
-    beside = [at == min(1, size - 1) for at, size in zip(coordinates, sizes, strict=True)]
-    on_line = any(at in line for at, line in zip(coordinates, lines, strict=True))
-    return not any(inside) or (on_line and sum(inside) == 1 and sum(beside) == len(sizes) - 1)
+    return [inside[number * len(inside) // most] for number in range(most)]
 
 
 def _rehearsed(

@@ -13,6 +13,7 @@ from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.pointwise import aligned, broadcast_shapes, common_placements, pointwise
+from torchtp.dtensor.reduction import wide
 from torchtp.dtensor.registry import bound, composite_rule, rule, spatial_rule
 from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import is_spatial
@@ -50,9 +51,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
-    return (
-        value.float() if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value
-    )
+    return value.to(wide(value.dtype)) if isinstance(value, torch.Tensor) else value
 
 
 def _arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], int]:
@@ -74,7 +73,7 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     shape = broadcast_shapes(*(tensor.shape for tensor in tensors))
     mesh, placements = common_placements(op, tensors, shape)
     values = [aligned(op, value, shape, mesh, placements) for value in values]
-    narrow = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    narrow = any(tensor.dtype != wide(tensor.dtype) for tensor in tensors)
     values[at] = _NONE if narrow else _SUM
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     refused: RuntimeError | None = None
