@@ -151,6 +151,34 @@ MISTAKES = [
     lambda x: torch.linalg.cholesky(x[..., :8] - 5),
 ]
 
+WRONG = 9 * _one_wrong(SHAPE, 1)
+# A number of one rank alone.
+MISTAKES += [
+    lambda x: F.embedding(x.long() + WRONG, torch.rand(9, 2)),
+    lambda x: F.embedding(x.long() - WRONG, torch.rand(9, 2)),
+    lambda x: torch.rand(9, 3)[x.long() + WRONG],
+    lambda x: torch.rand(3, 9)[:, x.long() + WRONG],
+    lambda x: torch.rand(9).index_select(0, x[0, 0, 7].long() + WRONG[1, 2, 7]),
+    lambda x: x.gather(1, x.long() + WRONG),
+    lambda x: x.gather(3, x.long() + 2 * WRONG),
+    lambda x: x.scatter(1, x.long() + WRONG, 1.0),
+    lambda x: x.scatter(1, x.long() + WRONG, x),
+    lambda x: x.scatter_(1, x.long() + WRONG, x + 1),
+    lambda x: x.scatter_add(3, x.long() + 2 * WRONG, x),
+    lambda x: F.max_unpool2d(x, x.long() + 999 * WRONG, 2),
+    lambda x: F.binary_cross_entropy(x + WRONG, x, reduction="none"),
+    lambda x: x.long() // (1 - WRONG.clamp(max=1)),
+    lambda x: x.long() // (x.long() + 1 - WRONG.clamp(max=1)),
+    lambda x: x.long().remainder_(x.long() + 1 - WRONG.clamp(max=1)),
+    lambda x: torch.div(x.long(), x.long() + 1 - WRONG.clamp(max=1), rounding_mode="trunc"),
+    lambda x: x[..., :1].long() % 0,  # one rank has no columns
+    lambda x: torch.bernoulli(x + WRONG),
+    lambda x: torch.normal(x, 1 - WRONG.float()),
+    lambda x: torch.normal(0.0, x + 1 - WRONG),
+    lambda x: torch.linalg.eig((x / (1 - WRONG.clamp(max=1)))[..., None, None]),
+    lambda x: torch.linalg.inv((x + 1 - WRONG.clamp(max=1) * (x + 1))[..., None, None]),
+]
+
 
 def refused(mesh, dims, numbers):
     """Where a mistake went through, or what another rank would not have said."""

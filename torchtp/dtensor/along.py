@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.adding import scattered_up
+from torchtp.dtensor.agreed import on_all_parts
 from torchtp.dtensor.cut import Placements, axes_of, dim_of, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import everywhere, swapped
@@ -172,7 +173,11 @@ def max_unpool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     planes, extents = turn.there(local, input.shape)
     points, _ = turn.there(local_as(indices, mesh, placements), input.shape)
     shape = torch.Size([*input.shape[:2], *sizes])
-    unpooled = op(planes, points, sizes, *params) if planes.numel() else planes.new_zeros([*planes.shape[:2], *sizes])
+
+    def unpool() -> torch.Tensor:
+        return op(planes, points, sizes, *params) if planes.numel() else planes.new_zeros([*planes.shape[:2], *sizes])
+
+    unpooled = on_all_parts(op, planes, unpool, mesh, placements)
     mine, placed = turn.back(unpooled, extents)
     return wrap_in_format(mine, mesh, placed, shape, input if input.dim() == 4 else None)
 
@@ -197,7 +202,8 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
         return unruled(op, args, kwargs)
     shape = index.shape if "gather" in op.name() else tensor.shape
     if dim not in cut:
-        local = op(*(local_as(v, mesh, placements) if isinstance(v, torch.Tensor) else v for v in args), **kwargs)
+        own = [local_as(v, mesh, placements) if isinstance(v, torch.Tensor) else v for v in args]
+        local = on_all_parts(op, own[0], lambda: op(*own, **kwargs), mesh, placements)
         return tensor if in_place else wrap(local, mesh, placements, shape)
     if tensor is not lead and "scatter_add" in op.name():
         summed_up = scattered_up(values[0], dim, index, values[3], in_place)
@@ -213,7 +219,7 @@ def indexed_along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(value, torch.Tensor):
             value, extents = turn.there(local_as(value, mesh, placements), value.shape)
         parts.append(value)
-    local, placed = turn.back(op(*parts, **kwargs), extents)
+    local, placed = turn.back(on_all_parts(op, parts[0], lambda: op(*parts, **kwargs), mesh, placements), extents)
     if in_place:
         local_of(lead).copy_(local)
         return tensor

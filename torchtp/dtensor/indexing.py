@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.adding import added_up
+from torchtp.dtensor.agreed import on_all_parts
 from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, partial_over_shards, remember_picked_from, sums_done
 from torchtp.dtensor.fallback import is_short_list, unruled
 from torchtp.dtensor.masked import Masked, masked_of
@@ -194,7 +195,8 @@ def _looked_up(op: Op, tensor: Any, indices: Any) -> DTensor | None:
     local, mesh, placements = summed(numbers)
     table = local_as(tensor, mesh, (Replicate(),) * mesh.ndim)
     shape = torch.Size([*tensor.shape[:dim], *numbers.shape, *tensor.shape[dim + 1 :]])
-    return wrap(op(table, [None] * dim + [local]), mesh, _behind(placements, dim), shape)
+    rows = on_all_parts(op, local, lambda: op(table, [None] * dim + [local]), mesh, placements)
+    return wrap(rows, mesh, _behind(placements, dim), shape)
 
 
 def _looked_up_backward(op: Op, zeros: Any, indices: Any, grad: Any) -> DTensor | None:
@@ -266,7 +268,8 @@ def embedding(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(numbers)
     table = local_as(weight, mesh, (Replicate(),) * mesh.ndim)
-    return wrap(op(table, local, *others), mesh, placements, torch.Size([*numbers.shape, table.size(1)]))
+    rows = on_all_parts(op, local, lambda: op(table, local, *others), mesh, placements)
+    return wrap(rows, mesh, placements, torch.Size([*numbers.shape, table.size(1)]))
 
 
 @spatial_rule("embedding_dense_backward")

@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
+from torchtp.dtensor.agreed import on_all_parts
 from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, full_of, interval, sums_done
 from torchtp.dtensor.fallback import has_strided_shard, unruled
 from torchtp.dtensor.moving import recut_tensor
@@ -43,7 +44,7 @@ def each_matrix(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map_only(
         torch.Tensor,
         lambda part: wrap(part, mesh, placements, torch.Size([*batch, *part.shape[len(batch) :]])),
-        op(*parts, **named),
+        on_all_parts(op, local_of(lead), lambda: op(*parts, **named), mesh, placements),
     )
 
 

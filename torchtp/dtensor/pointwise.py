@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
+from torchtp.dtensor.agreed import on_all_parts
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of
 from torchtp.dtensor.moving import all_reduced, gathers, recut
 from torchtp.dtensor.nesting import is_nested, takes_nested
@@ -35,6 +36,8 @@ from torchtp.dtensor.upstream import (
     spec_of,
 )
 from torchtp.dtensor.wrapping import wrap
+
+aten = torch.ops.aten
 
 # PyTorch tags some of these as elementwise itself, and others besides (`rule_of_tagged`); which, depends on its version.
 _FUNCTIONAL = words(
@@ -65,6 +68,14 @@ _IN_PLACE = words(
 )
 
 
+# Of whole numbers these refuse 0 as a divisor.
+_DIVIDING = {
+    aten.div.Tensor_mode, aten.div_.Tensor_mode, aten.div.Scalar_mode, aten.div_.Scalar_mode,
+    aten.floor_divide.default, aten.floor_divide.Scalar, aten.floor_divide_.Tensor, aten.floor_divide_.Scalar,
+    aten.fmod.Tensor, aten.fmod_.Tensor, aten.fmod.Scalar, aten.fmod_.Scalar,
+    aten.remainder.Tensor, aten.remainder_.Tensor, aten.remainder.Scalar, aten.remainder_.Scalar,
+    aten.remainder.Scalar_Tensor,
+}  # fmt: skip
 broadcast_shapes = lru_cache(4096)(torch.broadcast_shapes)  # which takes longer than most of what it is asked for
 
 
@@ -100,7 +111,7 @@ def pointwise(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         placements = _common(op, tensors, shape, mesh)
         local_args = [aligned(op, arg, shape, mesh, placements) for arg in args]
         local_kwargs = {k: aligned(op, arg, shape, mesh, placements) for k, arg in kwargs.items()}
-    results = op(*local_args, **local_kwargs)
+    results = _computed(op, local_args, local_kwargs, mesh, placements)
     if isinstance(results, torch.Tensor):
         return wrap(results, mesh, placements, shape)
     return tuple(wrap(result, mesh, placements, shape) for result in results)
@@ -121,11 +132,25 @@ def pointwise_in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise RuntimeError(
             f"{op}: output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
         )
-    op(
-        *(aligned(op, arg, target.shape, mesh, placements) for arg in args),
-        **{k: aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()},
-    )
+    local_args = [aligned(op, arg, target.shape, mesh, placements) for arg in args]
+    local_kwargs = {k: aligned(op, arg, target.shape, mesh, placements) for k, arg in kwargs.items()}
+    _computed(op, local_args, local_kwargs, mesh, placements)
     return target
+
+
+def _computed(op: Op, args: list[Any], kwargs: dict[str, Any], mesh: DeviceMesh, placements: Placements) -> Any:
+    if not _may_refuse(op, args):
+        return op(*args, **kwargs)
+    part = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    return on_all_parts(op, part, lambda: op(*args, **kwargs), mesh, placements)
+
+
+def _may_refuse(op: Op, args: list[Any]) -> bool:
+    """Whether there are numbers that the op refuses to compute with, which may be in the part of one rank."""
+    if op not in _DIVIDING:
+        return op is aten.binary_cross_entropy.default
+    whole = not any(isinstance(arg, torch.Tensor) and arg.is_floating_point() for arg in args)
+    return whole and (isinstance(args[1], torch.Tensor) or args[1] == 0)
 
 
 _BETWEEN = ("torchtp.dtensor.", "torch._compile", "torch._dynamo.")

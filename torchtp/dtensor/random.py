@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.agreed import on_all_parts
 from torchtp.dtensor.cut import cut_locally, full_of
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.nesting import takes_nested
@@ -53,7 +54,7 @@ def draw_around(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = spec_of(cut[0])
     given = [_in_its_place(arg) if isinstance(arg, DTensor) and is_spatial(arg) else arg for arg in args]
     given = [full_of(arg) if isinstance(arg, torch.Tensor) else arg for arg in given]
-    drawn = op(*given, **kwargs)
+    drawn = on_all_parts(op, local_of(cut[0]), lambda: op(*given, **kwargs), spec.mesh, spec.placements)
     return wrap(cut_locally(drawn, spec.mesh, spec.placements).clone(), spec.mesh, spec.placements, shape)
 
 

@@ -1,0 +1,40 @@
+"""Ops that refuse some numbers: what one rank finds in its part all ranks hear of, so that none waits for the one that raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.cut import Placements, axes_cutting
+from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.upstream import DeviceMesh, Op
+
+_KINDS: tuple[type[RuntimeError | IndexError], ...] = (RuntimeError, IndexError)
+
+
+def on_all_parts(
+    op: Op, part: torch.Tensor, compute: Callable[[], Any], mesh: DeviceMesh, placements: Placements
+) -> Any:
+    """What `compute` gives, which asks the op about this rank's part of what is placed so.
+
+    RuntimeError or IndexError on all ranks, where it refuses the part of one. Not on CUDA, whose kernels refuse a number
+    later, or never.
+    """
+    axes = axes_cutting(placements)
+    if not axes or part.device.type != "cpu":
+        return compute()
+    result, refused = None, None
+    try:
+        result = compute()
+    except _KINDS as error:
+        refused = error
+    kinds = torch.tensor([float(isinstance(refused, kind)) for kind in _KINDS])
+    found = all_reduced(kinds, mesh, axes, "max").tolist()
+    if refused is not None:
+        raise refused
+    for kind, anywhere in zip(_KINDS, found, strict=True):
+        if anywhere:
+            raise kind(f"{op}: another rank refuses the numbers of its part of the whole: its own error says which")
+    return result
