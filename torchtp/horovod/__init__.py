@@ -36,9 +36,8 @@ from torchtp.horovod.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    reducescatter,
-    reducescatter_async,
 )
+from torchtp.horovod.scattering import reducescatter, reducescatter_async
 from torchtp.horovod.training import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
 from torchtp.horovod.world import (
     barrier,

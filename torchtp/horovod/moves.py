@@ -19,6 +19,8 @@ from torchtp.horovod.common import (
     checked,
     synchronize,
 )
+from torchtp.horovod.derivatives import differentiable
+from torchtp.horovod.reductions import allreduce
 
 
 def _check_rows_of(caller: str, verb: str, tensor: torch.Tensor) -> None:
@@ -27,13 +29,18 @@ def _check_rows_of(caller: str, verb: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{caller}: a tensor of no dims has no dim 0 to {verb}: give tensor.reshape(1)")
 
 
-@torch.no_grad()
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
     """Start to concatenate all ranks' tensors along dim 0, in which they may differ; sizes are exchanged at once.
 
     Raises ValueError on all ranks where dtypes or other dims differ, for a tensor of no dims, and before `init`;
     TypeError on all ranks for what is no dense tensor.
     """
+    return _start_allgather(tensor)[0]
+
+
+@torch.no_grad()
+def _start_allgather(tensor: torch.Tensor) -> tuple[Handle, list[int]]:
+    """The operation, and how many rows each rank has."""
     check_started("allgather")
     fault = fault_of(lambda: _check_rows_of("allgather", "concatenate along", tensor))
     facts = agreed(fault, None if fault else (str(tensor.dtype), tuple(tensor.shape)))
@@ -42,16 +49,34 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
     padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
     if not padded.numel():
         empty = tensor.new_zeros(sum(lengths), *tensor.shape[1:])
-        return Handle([], lambda: empty)
+        return Handle([], lambda: empty), lengths
     padded[: tensor.size(0)] = tensor.detach()
     gathered = [torch.empty_like(padded) for _ in lengths]
     work = dist.all_gather(gathered, padded, async_op=True)
-    return Handle([work], lambda: torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)]))
+
+    def finish() -> torch.Tensor:
+        return torch.cat([part[:length] for part, length in zip(gathered, lengths, strict=True)])
+
+    return Handle([work], finish), lengths
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """Concatenation of all ranks' tensors along dim 0, in which they may differ; see `allgather_async`."""
-    return synchronize(allgather_async(tensor, name))
+    """Concatenation of all ranks' tensors along dim 0, in which they may differ; see `allgather_async`.
+
+    Its gradient is, as Horovod's, this rank's rows of the mean of all ranks' gradients, which all ranks join.
+    """
+    lengths: list[int] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        handle, of_ranks = _start_allgather(tensor)
+        lengths.extend(of_ranks)
+        return synchronize(handle)
+
+    def derivative(grad: torch.Tensor) -> list[torch.Tensor]:
+        rank = dist.get_rank()
+        return [allreduce(grad).narrow(0, sum(lengths[:rank]), lengths[rank])]
+
+    return differentiable(gather, derivative, tensor)
 
 
 def _check_broadcast(tensor: Any, root_rank: int) -> None:
@@ -93,8 +118,17 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """The tensor of `root_rank`, in a new one; see `broadcast_async_`."""
-    return synchronize(broadcast_async(tensor, root_rank, name))
+    """The tensor of `root_rank`, in a new one; see `broadcast_async_`.
+
+    Its gradient is, as Horovod's, the mean of all ranks' gradients on `root_rank`, and 0 on the others; all ranks join.
+    """
+
+    def derivative(grad: torch.Tensor) -> list[torch.Tensor]:
+        mean = allreduce(grad)
+        # Not zeros that depend on nothing: all ranks go through a second backward, too.
+        return [mean.masked_fill(torch.tensor(dist.get_rank() != root_rank, device=mean.device), 0)]
+
+    return differentiable(lambda each: synchronize(broadcast_async(each, root_rank, name)), derivative, tensor)
 
 
 def _split_of(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> list[int]:
@@ -117,11 +151,16 @@ def _split_of(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None)
     return list(given)
 
 
-@torch.no_grad()
 def alltoall_async(
     tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None = None, name: str | None = None
 ) -> Handle:
     """Start to send `splits[r]` rows of `tensor` to each rank r, an equal number without; see `alltoall`."""
+    return _start_alltoall(tensor, splits)[0]
+
+
+@torch.no_grad()
+def _start_alltoall(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> tuple[Handle, list[int]]:
+    """The operation, and how many rows come of each rank."""
     check_started("alltoall")
     mine: list[int] = []
     fault = fault_of(lambda: mine.extend(_split_of(tensor, splits)))
@@ -131,9 +170,9 @@ def alltoall_async(
     out = tensor.new_empty(sum(received), *tensor.shape[1:])
     result = out if splits is None else (out, torch.tensor(received, dtype=torch.int32))
     if not any(torch.Size(shape).numel() for _, shape, _ in facts):
-        return Handle([], lambda: result)
+        return Handle([], lambda: result), received
     work = dist.all_to_all_single(out, tensor.detach().contiguous(), received, mine, async_op=True)
-    return Handle([work], lambda: result)
+    return Handle([work], lambda: result), received
 
 
 def alltoall(
@@ -143,9 +182,19 @@ def alltoall(
 
     `splits[r]` rows of `tensor` go to rank r, an equal number of them without `splits`. Raises ValueError on all ranks
     where splits are not those of the tensor, dtypes or dims other than 0 differ, and before `init`; TypeError on all
-    ranks for what is no dense tensor.
+    ranks for what is no dense tensor. Its gradient goes back where the rows came from; all ranks join.
     """
-    return synchronize(alltoall_async(tensor, splits, name))
+    received: list[int] = []
+
+    def exchange(tensor: torch.Tensor) -> Any:
+        handle, of_ranks = _start_alltoall(tensor, splits)
+        received.extend(of_ranks)
+        return synchronize(handle)
+
+    def derivative(grad: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+        return [alltoall(grad, received)[0]]
+
+    return differentiable(exchange, derivative, tensor)
 
 
 def _pickled(caller: str, value: Any) -> tuple[bytes, str]:

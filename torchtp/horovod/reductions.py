@@ -1,4 +1,4 @@
-"""Sums, means, extremes and products over all ranks: `allreduce` and `reducescatter` in all their forms."""
+"""Sums, means, extremes and products over all ranks: `allreduce` in all its forms."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchtp.horovod.common import Compression, Handle, check_started, check_tensor, checked, grouped, synchronize
+from torchtp.horovod.derivatives import differentiable
 
 Sum, Average, Min, Max, Product = "sum", "average", "min", "max", "product"
 _REDUCE_OPS = {Sum: dist.ReduceOp.SUM, Average: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX}
@@ -17,7 +18,7 @@ _REDUCE_OPS[Product] = dist.ReduceOp.PRODUCT
 _COMPRESSIONS = {Compression.none: None, Compression.fp16: torch.float16, Compression.bf16: torch.bfloat16}
 
 
-class _Reduction:
+class Reduction:
     """How one tensor is reduced: what is done to it before it travels, and to what has come."""
 
     def __init__(
@@ -37,7 +38,7 @@ class _Reduction:
             )
         if average is not None and op is not None:
             raise ValueError(f"{caller}: give op or average, not both, but they are {op!r} and {average}")
-        op = op if op is not None else Average if average is not False else Sum
+        op = _op_of(op, average)
         for name, factor in (("prescale_factor", prescale_factor), ("postscale_factor", postscale_factor)):
             if not isinstance(factor, (Real, torch.Tensor)):
                 raise TypeError(f"{caller}: {name} is a number, but it is {factor!r}")
@@ -76,15 +77,27 @@ class _Reduction:
         return _scaled(message.to(dtype), self._postscale)
 
 
+def _op_of(op: str | None, average: bool | None) -> str:
+    return op if op is not None else Average if average is not False else Sum
+
+
+def check_gradient(caller: str, op: str) -> None:
+    """Raise RuntimeError where backward comes through what has no gradient."""
+    if op not in (Average, Sum):
+        raise RuntimeError(
+            f"{caller}: op {op} has no gradient: take Average or Sum, or give tensor.detach() where none is wanted"
+        )
+
+
 def _knows_means(tensor: torch.Tensor) -> bool:
     world = dist.distributed_c10d._get_default_group()
     # Its name: what stands behind a wrapper of DETAIL debug mode has no other.
     return world._get_backend(tensor.device).name() == "torchtp"
 
 
-def _checked(caller: str, *how: Any) -> _Reduction:
+def _checked(caller: str, *how: Any) -> Reduction:
     check_started(caller)
-    return checked(lambda: _Reduction(caller, *how))
+    return checked(lambda: Reduction(caller, *how))
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -96,7 +109,7 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _reduce_in_place(tensor: torch.Tensor, reduction: _Reduction) -> Handle:
+def _reduce_in_place(tensor: torch.Tensor, reduction: Reduction) -> Handle:
     message = reduction.message(tensor)
     work = dist.all_reduce(message, reduction.op, async_op=True)
 
@@ -166,12 +179,24 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """The reduction of `tensor` over all ranks, in a new tensor; see `allreduce_async_`."""
-    return synchronize(allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, compression))
+    """The reduction of `tensor` over all ranks, in a new tensor; see `allreduce_async_`.
+
+    Its gradient is reduced in the same way, which all ranks join; RuntimeError in backward for Min, Max and Product.
+    """
+    rest = (op, prescale_factor, postscale_factor)
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        return synchronize(allreduce_async(tensor, average, name, *rest, compression))
+
+    def derivative(grad: torch.Tensor) -> list[torch.Tensor]:
+        check_gradient("allreduce", _op_of(op, average))
+        return [allreduce(grad, average, name, compression, *rest)]
+
+    return differentiable(reduce, derivative, tensor)
 
 
 def _grouped_allreduce(
-    start: Callable[[torch.Tensor, _Reduction], Handle],
+    start: Callable[[torch.Tensor, Reduction], Handle],
     tensors: Sequence[torch.Tensor],
     average: bool | None,
     op: str | None,
@@ -181,10 +206,10 @@ def _grouped_allreduce(
 ) -> Handle:
     rest = (average, op, compression, prescale_factor, postscale_factor)
 
-    def check() -> list[_Reduction]:
+    def check() -> list[Reduction]:
         if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
             raise TypeError(f"grouped_allreduce takes a list of tensors, but it is a {type(tensors).__name__}")
-        return [_Reduction("grouped_allreduce", tensor, *rest) for tensor in tensors]
+        return [Reduction("grouped_allreduce", tensor, *rest) for tensor in tensors]
 
     check_started("grouped_allreduce")
     hows = checked(check)  # all before one leaves
@@ -243,55 +268,16 @@ def grouped_allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """The reductions of several tensors, in new ones; see `allreduce_async_`."""
-    return synchronize(
-        grouped_allreduce_async(tensors, average, name, op, prescale_factor, postscale_factor, compression)
-    )
+    """The reductions of several tensors, in new ones, and their gradients; see `allreduce`."""
+    rest = (op, prescale_factor, postscale_factor)
+    is_list = isinstance(tensors, Sequence) and not isinstance(tensors, torch.Tensor)
 
+    def reduce(*each: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = each if is_list else tensors
+        return tuple(synchronize(grouped_allreduce_async(given, average, name, *rest, compression)))
 
-@torch.no_grad()
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: str = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    compression: str = Compression.none,
-) -> Handle:
-    """Start to reduce tensors [N, ...] of all ranks and give each its rows: N // size, one more on the first N % size ranks.
+    def derivative(*grads: torch.Tensor) -> list[torch.Tensor]:
+        check_gradient("grouped_allreduce", _op_of(op, average))
+        return grouped_allreduce(grads, average, name, compression, *rest)
 
-    Raises what `allreduce_async_` does, and ValueError for a tensor of no dims.
-    """
-
-    def check() -> _Reduction:
-        how = _Reduction("reducescatter", tensor, None, op, compression, prescale_factor, postscale_factor)
-        if not tensor.dim():
-            raise ValueError("reducescatter: a tensor of no dims has no dim 0 to cut: give tensor.reshape(1)")
-        return how
-
-    check_started("reducescatter")
-    how = checked(check)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    each, more = divmod(tensor.size(0), size)
-    message = how.message(tensor)
-    longest = each + (more > 0)
-    if more:
-        padded = message.new_zeros(size, longest, *tensor.shape[1:])
-        for row, part in zip(padded, message.tensor_split(size), strict=True):
-            row[: part.size(0)] = part
-        message = padded.flatten(0, 1)
-    mine = message.new_empty(longest, *tensor.shape[1:])
-    work = dist.reduce_scatter_tensor(mine, message, how.op, async_op=True)
-    return Handle([work], lambda: how.result(mine[: each + (rank < more)], tensor.dtype))
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: str = Compression.none,
-    op: str = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """This rank's rows of the reduction of [N, ...] over all ranks; see `reducescatter_async`."""
-    return synchronize(reducescatter_async(tensor, name, op, prescale_factor, postscale_factor, compression))
+    return list(differentiable(reduce, derivative, *(tensors if is_list else ())))
