@@ -1,6 +1,7 @@
 """torchtp.monitored_barrier: rank 0 names who did not come, the others say that they came."""
 
 import datetime
+import time
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,21 @@ def test_another_call_in_its_place_is_told_as_a_mismatch_and_strangers_pass():
     errors = run_ranks(_mismatch, 3, backend="torchtp", fresh=True)
     assert errors[0] == errors[1] and "barrier #0" in errors[0] and "allreduce #0 (SUM, fp32, 3 elements)" in errors[0]
     assert errors[2] is None
+
+
+def _late_message():
+    torchtp.monitored_barrier(timeout=1)
+    number = torch.zeros(1)
+    if dist.get_rank() == 0:
+        time.sleep(2)
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(number, 0)
+    return number.item()
+
+
+def test_its_timeout_is_not_that_of_messages_behind_it():
+    assert run_ranks(_late_message, 2, backend="torchtp") == [0, 1]
 
 
 def test_gloo_answers_to_the_same_call():

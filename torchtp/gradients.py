@@ -209,7 +209,7 @@ def broadcast_parameters(
     """Overwrite the tensors of a module (parameters and buffers), a state_dict or named tensors by those of rank `root` of `group`.
 
     Tensors of the same dtype and device travel together. Raises ValueError on every rank if shapes or dtypes differ or `root` is
-    no rank, TypeError on every rank where something is no tensor, as in an optimizer's state_dict.
+    no rank, TypeError on every rank where something is no dense tensor with data, as in an optimizer's state_dict.
     """
     if isinstance(source, torch.nn.Module):
         items: Iterable[Any] = [*source.named_parameters(), *source.named_buffers()]
@@ -218,12 +218,13 @@ def broadcast_parameters(
     else:
         items = source if isinstance(source, Iterable) else [("it", source)]
     named: list[tuple[str, Any]] = [
-        item if isinstance(item, tuple) else (f"parameter {index}", item) for index, item in enumerate(items)
+        item if isinstance(item, tuple) and len(item) == 2 else (f"parameter {index}", item)
+        for index, item in enumerate(items)
     ]
     facts = [
         (name, tuple(value.shape), str(value.dtype))
-        if isinstance(value, torch.Tensor)
-        else (name, None, type(value).__name__)
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+        else (name, None, _kind_of(value))
         for name, value in named
     ]
     gathered = agreed(fault_of(lambda: _check_root("broadcast_parameters", root, group)), (root, facts), group)
@@ -238,12 +239,17 @@ def _check_root(caller: str, root: int, group: dist.ProcessGroup | None) -> None
         raise ValueError(f"{caller}: root is one of 0 to {dist.get_world_size(group) - 1}, but it is {root!r}")
 
 
+def _kind_of(value: Any) -> str:
+    of = f" of layout {value.layout} on {value.device}" if isinstance(value, torch.Tensor) else ""
+    return type(value).__name__ + of
+
+
 def _refuse_others(rank: int, facts: list[tuple[str, Any, str]]) -> None:
     for name, shape, kind in facts:
         if shape is None:
             raise TypeError(
-                f"broadcast_parameters takes tensors, but {name!r} of rank {rank} is a {kind}: pass an optimizer to "
-                "broadcast_optimizer_state, other objects to torch.distributed.broadcast_object_list"
+                f"broadcast_parameters takes dense tensors that have data, but {name!r} of rank {rank} is a {kind}: pass "
+                "an optimizer to broadcast_optimizer_state, other objects to torch.distributed.broadcast_object_list"
             )
 
 

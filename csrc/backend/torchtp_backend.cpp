@@ -152,8 +152,8 @@ void TorchtpBackend::shutdown() { lifetime_->end(handled_exception(), kPatienceO
 std::function<void()> TorchtpBackend::task(uint64_t number, std::chrono::milliseconds timeout,
                                            std::function<void(const Call&)> body,
                                            std::function<void(std::exception_ptr)> complete) const {
-  return [engine = engine_, recorder = recorder_, trace = trace_, number, timeout, label = CallLabel::current(),
-          body = std::move(body), complete = std::move(complete)] {
+  return [engine = engine_, recorder = recorder_, trace = trace_, number, timeout, of_group = options_->timeout,
+          label = CallLabel::current(), body = std::move(body), complete = std::move(complete)] {
     std::exception_ptr error;
     const uint64_t sequence = recorder->start_collective(number);
     try {
@@ -164,6 +164,7 @@ std::function<void()> TorchtpBackend::task(uint64_t number, std::chrono::millise
     } catch (...) {
       error = as_dist_error(std::current_exception());
     }
+    if (timeout != of_group) engine->set_timeout(of_group);  // which messages and halos have
     const std::string why = error ? message_of(error) : "";
     if (recorder->end(number, why, engine->arrivals()) && trace) trace->dump("error: " + why);
     complete(error);

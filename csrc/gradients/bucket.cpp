@@ -18,6 +18,9 @@
 namespace torchtp::gradients {
 namespace {
 
+// As a mark: of thousands of ranks one that has it shows in the mean, and fp16 holds it.
+constexpr double kArrived = 16384;
+
 constexpr int64_t kAlignment = 64;  // bytes; every view starts on a cache line, and on an element of any dtype
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -47,7 +50,11 @@ bool is_same_memory(const at::Tensor& a, const at::Tensor& b) {
 
 Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters, std::string label, int num_ranks,
                const Options& options, std::shared_ptr<const SideStream> side)
-    : side_(std::move(side)), num_ranks_(num_ranks), label_(std::move(label)), average_(options.average) {
+    : side_(std::move(side)),
+      num_ranks_(num_ranks),
+      label_(std::move(label)),
+      average_(options.average),
+      size_(collective.size()) {
   const at::ScalarType dtype = c10::toRealValueType(parameters.front().scalar_type());
   const auto item_size = static_cast<int64_t>(c10::elementSize(dtype));
   int64_t num_bytes = 0;
@@ -77,15 +84,18 @@ Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters,
   }
 }
 
+std::byte* Bucket::begin_of(size_t slot) const {
+  return static_cast<std::byte*>(flat_.data_ptr()) + begins_[slot] * flat_.element_size();
+}
+
 // With a storage of its own over its part of the buffer. Not a view in autograd's sense: such a gradient could not be
 // detached in place.
 at::Tensor Bucket::make_view(size_t slot, const at::TensorOptions& options, at::IntArrayRef sizes,
                              at::IntArrayRef strides) const {
   at::Tensor view = at::empty({0}, options);
   const size_t num_bytes = c10::multiply_integers(sizes) * view.element_size();
-  auto* const begin = static_cast<std::byte*>(flat_.data_ptr()) + begins_[slot] * flat_.element_size();
   const auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), num_bytes,
-                                                             hold(begin, {flat_.storage()}), nullptr, false);
+                                                             hold(begin_of(slot), {flat_.storage()}), nullptr, false);
   view.set_(c10::Storage(storage), 0, sizes, strides);
   return view;
 }
@@ -100,6 +110,14 @@ void Bucket::let_go(size_t slot) {
   view = make_view(slot, view.options(), view.sizes(), view.strides());
 }
 
+void Bucket::renew_views() {
+  for (size_t slot = 0; slot < views_.size(); ++slot) {
+    at::Tensor& view = views_[slot];
+    if (view.storage().data() == begin_of(slot)) continue;
+    view = make_view(slot, view.options(), view.sizes(), view.strides());
+  }
+}
+
 int64_t Bucket::num_bytes() const { return static_cast<int64_t>(payload().nbytes()); }
 
 void Bucket::note_writer() {
@@ -107,7 +125,12 @@ void Bucket::note_writer() {
   if (stream && std::find(writers_.begin(), writers_.end(), *stream) == writers_.end()) writers_.push_back(*stream);
 }
 
-void Bucket::start(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed) {
+void Bucket::start(const Collective& collective, const std::vector<at::Tensor>& gradients,
+                   const std::vector<bool>& arrived, bool failed) {
+  std::vector<double> marks;
+  for (size_t slot = 0; slot < gradients.size(); ++slot) {
+    marks.push_back(!gradients[slot].defined() ? 0 : arrived[slot] ? kArrived : 1);
+  }
   side_->follow(writers_);
   writers_.clear();
   const c10::OptionalStreamGuard on_side(side_->stream());
@@ -118,9 +141,9 @@ void Bucket::start(const Collective& collective, const std::vector<at::Tensor>& 
   if (measures_) started_at_ = Instant::now(flat_.device());
   const backend::CallLabel label(label_);
   if (packs_) {
-    start_packed(collective, gradients, failed);
+    start_packed(collective, gradients, marks, failed);
   } else {
-    start_copied(collective, gradients, failed);
+    start_copied(collective, marks, failed);
   }
   done_at_.reset();
   if (measures_) {
@@ -131,8 +154,8 @@ void Bucket::start(const Collective& collective, const std::vector<at::Tensor>& 
   }
 }
 
-void Bucket::start_copied(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed) {
-  mark(flat_, gradients, failed ? collective.rank() : -1, 1);
+void Bucket::start_copied(const Collective& collective, const std::vector<double>& marks, bool failed) {
+  mark(flat_, marks, failed ? collective.rank() : -1, 1);
   if (!compressed_.defined()) {
     work_ = collective.start_mean(flat_);
   } else if (collective.divides_beforehand(flat_.device())) {
@@ -145,11 +168,12 @@ void Bucket::start_copied(const Collective& collective, const std::vector<at::Te
   }
 }
 
-void Bucket::start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed) {
+void Bucket::start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients,
+                          const std::vector<double>& marks, bool failed) {
   const bool divides = collective.divides_beforehand(flat_.device());
   const double scale = divides ? 1.0 / collective.size() : 1;
   pack(failed ? views_ : gradients, scale);
-  mark(payload(), gradients, failed ? collective.rank() : -1, scale);
+  mark(payload(), marks, failed ? collective.rank() : -1, scale);
   work_ = divides ? collective.start_sum(payload()) : collective.start_mean(payload());
 }
 
@@ -177,14 +201,13 @@ void Bucket::pack(const std::vector<at::Tensor>& gradients, double scale) {
   gradients::pack(moves, payload(), scale);
 }
 
-// `present` for each gradient that this rank has, and 1 for the rank that failed, if any.
-void Bucket::mark(const at::Tensor& buffer, const std::vector<at::Tensor>& gradients, int failed_rank,
-                  double present) const {
-  const auto num_slots = static_cast<int64_t>(gradients.size());
-  const at::Tensor marks = buffer.narrow(0, num_elements_, num_slots);
-  marks.fill_(present);
+// The parameters' marks, scaled, and 1 for the rank that failed, if any.
+void Bucket::mark(const at::Tensor& buffer, const std::vector<double>& marks, int failed_rank, double scale) const {
+  const auto num_slots = static_cast<int64_t>(marks.size());
+  const at::Tensor places = buffer.narrow(0, num_elements_, num_slots);
+  places.fill_(kArrived * scale);  // mostly all have
   for (int64_t slot = 0; slot < num_slots; ++slot) {
-    if (!gradients[slot].defined()) marks.select(0, slot).zero_();
+    if (marks[slot] != kArrived) places.select(0, slot).fill_(marks[slot] * scale);
   }
   if (num_ranks_ == 0) return;
   const at::Tensor failures = buffer.narrow(0, num_elements_ + num_slots, num_ranks_);
@@ -208,9 +231,14 @@ void Bucket::wait(const Collective& collective) {
   side_->lead();
 }
 
-bool Bucket::present_somewhere(size_t slot) const {
-  return flat_.select(0, num_elements_ + static_cast<int64_t>(slot)).item<double>() > 0;
+double Bucket::marked(size_t slot) const {
+  const double found = flat_.select(0, num_elements_ + static_cast<int64_t>(slot)).item<double>();
+  return average_ ? found : found / size_;
 }
+
+bool Bucket::present_somewhere(size_t slot) const { return marked(slot) > 0; }
+
+bool Bucket::arrived_somewhere(size_t slot) const { return marked(slot) > 1.5; }
 
 std::vector<int> Bucket::failed_ranks() const {
   std::vector<int> ranks;

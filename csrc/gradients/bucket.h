@@ -18,7 +18,8 @@ namespace torchtp::gradients {
 // Gradients that travel together: one flat buffer of one dtype on one device, a view of it for each of its parameters.
 //
 // Behind the gradients the buffer carries marks, which are averaged with them: one for each parameter (1 where the rank
-// has a gradient for it), and in the last bucket one for each rank (1 where that rank's backward failed).
+// has a gradient for it, kArrived where this backward has added to it), and in the last bucket one for each rank (1
+// where that rank's backward failed).
 //
 // Gradients come into the buffer in one of two ways. On the CPU the caller copies each when it is there, as long as the
 // cache has it. On CUDA they stay where they are until the last one is there; then one launch packs them all, scaled
@@ -35,6 +36,9 @@ class Bucket {
   // Before other numbers come into the view of a gradient that is none any more: who has kept it, or a part of it,
   // keeps its numbers, in memory of their own.
   void let_go(size_t slot);
+  // Before gradients come: makes views anew that the program has put into other memory with the gradient, which is an
+  // alias (share_memory_, a queue of torch.multiprocessing).
+  void renew_views();
   size_t num_slots() const { return views_.size(); }
   int64_t num_bytes() const;  // what travels
   // All gradients, without marks; what no gradient covers is 0.
@@ -45,11 +49,13 @@ class Bucket {
   // A gradient has been written on the current stream; start() comes after that on any stream.
   void note_writer();
   // gradients[slot]: what this rank has for it, anywhere; undefined if nothing. After `failed` what they hold is lost.
-  void start(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);
+  void start(const Collective& collective, const std::vector<at::Tensor>& gradients, const std::vector<bool>& arrived,
+             bool failed);
   bool started() const { return static_cast<bool>(work_); }
   // The mean over the ranks, or their sum, is in the views afterwards, for what the current stream does next.
   void wait(const Collective& collective);
   bool present_somewhere(size_t slot) const;
+  bool arrived_somewhere(size_t slot) const;
   std::vector<int> failed_ranks() const;  // CPU only: on other devices a failure arrives as NaN
 
   // Measured while `measure` was set at start.
@@ -59,12 +65,15 @@ class Bucket {
 
  private:
   const at::Tensor& payload() const { return compressed_.defined() ? compressed_ : flat_; }
+  std::byte* begin_of(size_t slot) const;
   at::Tensor make_view(size_t slot, const at::TensorOptions& options, at::IntArrayRef sizes,
                        at::IntArrayRef strides) const;
   void pack(const std::vector<at::Tensor>& gradients, double scale);
-  void mark(const at::Tensor& buffer, const std::vector<at::Tensor>& gradients, int failed_rank, double present) const;
-  void start_copied(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);
-  void start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients, bool failed);
+  void mark(const at::Tensor& buffer, const std::vector<double>& marks, int failed_rank, double scale) const;
+  double marked(size_t slot) const;  // the mean of all ranks' marks
+  void start_copied(const Collective& collective, const std::vector<double>& marks, bool failed);
+  void start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients,
+                    const std::vector<double>& marks, bool failed);
 
   std::shared_ptr<const SideStream> side_;
   at::Tensor flat_;
@@ -76,6 +85,7 @@ class Bucket {
   std::vector<c10::Stream> writers_;
   std::string label_;
   bool average_;
+  int size_;  // of the group
   bool packs_;
   bool measures_ = false;
   std::optional<Instant> started_at_;

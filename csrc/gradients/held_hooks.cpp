@@ -39,9 +39,8 @@ std::unique_ptr<HeldHooks> HeldHooks::of(const at::Tensor& parameter, bool of_gr
                                !(own_hook.is_alone_on && own_hook.is_alone_on(parameter));
   if (!has_of_gradient && !torch::autograd::impl::post_acc_grad_hooks(parameter)) return nullptr;
   auto held = std::make_unique<HeldHooks>(parameter);
-  const at::Tensor& own = parameter.grad();
-  held->had_gradient_ = own.defined();
   if (has_of_gradient) {
+    const at::Tensor& own = parameter.grad();
     if (own.defined()) held->before_ = own.detach().clone();
     for (auto& hook : hooks) {
       if (is_of_others(hook)) held->take(hook, std::make_unique<StandIn>(own_hook));
@@ -68,12 +67,6 @@ void HeldHooks::put_back() {
     }
   }
   if (after_accumulation_) torch::autograd::impl::post_acc_grad_hooks(parameter_) = std::move(after_accumulation_);
-}
-
-bool HeldHooks::sees_another_gradient() const {
-  const at::Tensor& own = parameter_.grad();
-  if (!own.defined()) return false;
-  return !had_gradient_ || (before_.defined() && !own.equal(before_));
 }
 
 void HeldHooks::run() {

@@ -33,8 +33,6 @@ class HeldHooks {
   HeldHooks& operator=(const HeldHooks&) = delete;
   ~HeldHooks() { put_back(); }
 
-  // Whether the gradient is another one than when hooks were taken off: it may come from another rank alone.
-  bool sees_another_gradient() const;
   // Puts hooks back and calls them on the parameter's gradient as it is now.
   void run();
 
@@ -50,7 +48,6 @@ class HeldHooks {
   std::vector<std::pair<const Hook*, std::unique_ptr<Hook>>> of_gradient_;
   std::unique_ptr<torch::autograd::PostAccumulateGradHook> after_accumulation_;
   at::Tensor before_;  // what the gradient was, for hooks of what was added to it
-  bool had_gradient_ = false;
 };
 
 }  // namespace torchtp::gradients

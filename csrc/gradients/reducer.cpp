@@ -20,6 +20,8 @@ void check_plain(const at::Tensor& parameter, const std::string& name) {
   TORCH_CHECK_TYPE(parameter.layout() == at::kStrided && !parameter.key_set().has(c10::DispatchKey::Python),
                    "gradients: parameter '", name,
                    "' must be a plain dense tensor; gradients of DTensor parameters are reduced by who made them");
+  TORCH_CHECK_VALUE(!parameter.is_meta(), "gradients: parameter '", name,
+                    "' is on the device meta and has no data yet: make the reducer when it has (module.to_empty(...))");
   TORCH_CHECK_VALUE(parameter.is_leaf(), "gradients: parameter '", name,
                     "' must be a leaf, but it was computed from other tensors");
 }

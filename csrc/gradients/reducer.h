@@ -90,6 +90,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
     size_t bucket = 0;
     size_t slot = 0;
     bool ready = false;
+    bool arrived = false;   // something was added to it in this pass
     at::Tensor with_graph;  // what backward(create_graph=True) gave, if its graph goes on
     std::unique_ptr<HeldHooks> hooks;
   };
@@ -144,7 +145,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   bool in_pass_ = false;
   bool in_between_ = false;  // in a backward that only accumulates, by the interval
   bool watches_ = false;
-  bool has_local_ = false;        // something was added since the last pass that no pass has reduced
+  bool has_local_ = false;        // gradients may hold what was added since the last pass, which no pass has reduced
   std::vector<size_t> arrivals_;  // of this pass
   bool failed_ = false;           // a failed pass is not settled yet
   bool records_ = false;

@@ -69,7 +69,9 @@ std::vector<std::unique_ptr<HeldHooks>> Reducer::hooks_to_run() {
   }
   for (Parameter& parameter : parameters_) {
     auto held = std::move(parameter.hooks);
-    if (held && held->sees_another_gradient()) hooks.push_back(std::move(held));
+    if (!held || !parameter.travels) continue;
+    // Where only others' batches have reached it too: a step that some ranks do not take would part them.
+    if (buckets_[parameter.bucket].arrived_somewhere(parameter.slot)) hooks.push_back(std::move(held));
   }
   return hooks;
 }
@@ -102,14 +104,19 @@ void Reducer::before_output() {
 void Reducer::begin() {
   if (records_) begin_ = now();
   follow_parameters();
+  for (Bucket& bucket : buckets_) bucket.renew_views();
   next_bucket_ = 0;
   events_.clear();
   order_.clear();
   arrivals_.clear();
+  // Unless it has been given up since.
+  has_local_ = has_local_ && std::any_of(parameters_.begin(), parameters_.end(),
+                                         [](const Parameter& each) { return each.tensor.grad().defined(); });
   num_missing_.assign(buckets_.size(), 0);
   for (Parameter& parameter : parameters_) {
     const bool trained = parameter.tensor.requires_grad();
     parameter.ready = !trained;
+    parameter.arrived = false;
     parameter.with_graph.reset();
     if (trained && !buckets_.empty()) ++num_missing_[parameter.bucket];
   }
@@ -122,6 +129,7 @@ void Reducer::after_accumulation(size_t index) {
     return;
   }
   Parameter& parameter = parameters_[index];
+  parameter.arrived = true;
   arrivals_.push_back(index);
   note(Event::Kind::kReady, index);
   if (buckets_.empty()) {
@@ -195,8 +203,10 @@ void Reducer::start(size_t index, bool failed) {
   Bucket& bucket = buckets_[index];
   const std::vector<size_t>& members = members_[index];
   std::vector<at::Tensor> gradients;
+  std::vector<bool> arrived;
   for (const size_t member : members) {
     Parameter& parameter = parameters_[member];
+    arrived.push_back(parameter.arrived);
     gradients.push_back(gradient(parameter));
     const at::Tensor& own = gradients.back();
     if (!failed && (!parameter.ready || !own.defined())) stow(parameter);
@@ -205,7 +215,7 @@ void Reducer::start(size_t index, bool failed) {
   note(Event::Kind::kStart, index);
   bucket.measure(records_);
   next_bucket_ = index + 1;
-  bucket.start(collective_, gradients, failed);
+  bucket.start(collective_, gradients, arrived, failed);
   if (bucket.packs() && !failed) {
     for (const size_t member : members) keep(parameters_[member]);
   }
@@ -337,7 +347,12 @@ void Reducer::abandoned_backward() noexcept {
 void Reducer::tell_failure(bool has_begun) noexcept {
   try {
     if (!has_begun) begin();
-    if (!buckets_.empty()) start_rest(true);  // else settle() will
+    if (buckets_.empty()) return;  // settle() will
+    start_rest(true);
+    // What is under way ends when the program may have zeroed its gradients: not in their memory.
+    for (Bucket& bucket : buckets_) {
+      for (size_t slot = 0; bucket.started() && slot < bucket.num_slots(); ++slot) bucket.let_go(slot);
+    }
   } catch (const std::exception& error) {
     TORCH_WARN("gradients: after an exception in backward the other ranks could not be told: ", error.what());
   }

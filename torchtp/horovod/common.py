@@ -86,6 +86,8 @@ def check_tensor(caller: str, tensor: Any) -> None:
             f"{caller} takes a torch.Tensor, but it is a {type(tensor).__name__}: make it one by torch.as_tensor, or "
             "pass objects by broadcast_object or allgather_object"
         )
+    if tensor.is_meta:
+        raise TypeError(f"{caller} takes a tensor that has data, but it is on the device meta")
     if tensor.layout != torch.strided:
         raise TypeError(f"{caller} takes a dense tensor, but its layout is {tensor.layout}: pass tensor.to_dense()")
 

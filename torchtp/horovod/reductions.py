@@ -40,7 +40,8 @@ class Reduction:
             raise ValueError(f"{caller}: give op or average, not both, but they are {op!r} and {average}")
         op = _op_of(op, average)
         for name, factor in (("prescale_factor", prescale_factor), ("postscale_factor", postscale_factor)):
-            if not isinstance(factor, (Real, torch.Tensor)):
+            is_one = factor.numel() == 1 if isinstance(factor, torch.Tensor) else isinstance(factor, Real)
+            if not is_one:
                 raise TypeError(f"{caller}: {name} is a number, but it is {factor!r}")
         if op not in _REDUCE_OPS:
             raise ValueError(f"{caller}: op is one of {', '.join(_REDUCE_OPS)}, but it is {op!r}")
