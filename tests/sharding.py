@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtp import _C
 
 
 @functools.cache
@@ -52,6 +55,19 @@ def shardings(dims: Sequence[int], data: bool = False) -> list[Sharding]:
         if data:
             out += [Sharding((2, 2), (0, dim)) for dim in dims]
     return out
+
+
+@contextmanager
+def left_where_they_arrive(ways: Sequence[Sharding]) -> Iterator[None]:
+    """Halos of these travel through memory that ranks share, as a device's do, if the ranks are torchtp's."""
+    groups = {group for way in ways for group in way.groups} if dist.get_backend() == "torchtp" else ()
+    for group in groups:
+        _C.set_exchange(group, "peer_memory")
+    try:
+        yield
+    finally:
+        for group in groups:
+            _C.set_exchange(group, "auto")
 
 
 def layout_of(tensor: torch.Tensor) -> torch.memory_format:

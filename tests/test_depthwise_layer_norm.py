@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.sharding import Sharding, assert_same, layout_of, random_layout, shardings, total
+from tests.sharding import (
+    Sharding,
+    assert_same,
+    layout_of,
+    left_where_they_arrive,
+    random_layout,
+    shardings,
+    total,
+)
 from torchtp.testing import run_ranks
 
 OPS = torch.ops.torchtp
@@ -113,11 +121,12 @@ def _pieces_cases(seed: int, num: int, dtypes: list[torch.dtype]) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     ways = shardings((2, 3))
-    for index in range(num):
-        _pieces(rng, ways[index % len(ways)], dtypes[index % len(dtypes)])
-    for extents in ([3, 5], [5, 2]):  # a kernel wider than a shard, and shards without a row
-        for way in ways:
-            _pieces(rng, way, torch.float32, extents)
+    with left_where_they_arrive(ways):
+        for index in range(num):
+            _pieces(rng, ways[index % len(ways)], dtypes[index % len(dtypes)])
+        for extents in ([3, 5], [5, 2]):  # a kernel wider than a shard, and shards without a row
+            for way in ways:
+                _pieces(rng, way, torch.float32, extents)
 
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 1), ("gloo", 2), ("torchtp", 4)])

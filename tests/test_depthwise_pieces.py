@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.sharding import Sharding, random_layout, shardings
+from tests.sharding import Sharding, left_where_they_arrive, random_layout, shardings
 from torchtp.testing import run_ranks
 
 OPS = torch.ops.torchtp
@@ -65,9 +65,10 @@ def _case(rng: random.Random, sharding: Sharding, dtype: torch.dtype) -> None:
 def _cases(seed: int, num: int, dtypes: list[torch.dtype]) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    for index in range(num):
-        ways = shardings((2, 3))
-        _case(rng, ways[index % len(ways)], dtypes[index % len(dtypes)])
+    ways = shardings((2, 3))
+    with left_where_they_arrive(ways):
+        for index in range(num):
+            _case(rng, ways[index % len(ways)], dtypes[index % len(dtypes)])
 
 
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("torchtp", 4)])

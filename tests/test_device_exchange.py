@@ -105,6 +105,21 @@ def halos(kind: str, device: str, seed: int, count: int) -> None:
         _C.check_exchanges(group)
 
 
+def narrow_halos(kind: str, device: str) -> None:
+    """Of own parts of one pixel, or none: they are in both layouts, their neighbours' parts and the halos are not."""
+    with travelling(kind) as (group, plain):
+        for width, rows in ((3, [1]), (5, [1, 1]), (5, [1, 1, 1]), (7, [1, 1])):
+            full = torch.arange(24.0 * width).reshape(2, 4, 3, width).contiguous(memory_format=torch.channels_last)
+            stack = [_part(full[:, :, i : i + 1], 3) for i in range(len(rows))]
+            for begins, ends in (([-2] * 3, [width + 2] * 3), ([0, 1, 2], [width, width - 1, width])):
+                args = (2, 3, width, begins, ends)
+                expected = _C.pull_halos(stack, *args, plain)
+                found = _C.pull_halos([piece.to(device) for piece in stack], *args, group)
+                for mine, theirs in zip(found, expected, strict=True):
+                    assert torch.equal(mine.cpu(), theirs), (width, rows, begins, ends)
+        _C.check_exchanges(group)
+
+
 def large_parts(kind: str, device: str) -> None:
     """Messages that do not fit into the arena at once, in both directions and in one."""
     with travelling(kind) as (group, plain):
@@ -170,6 +185,11 @@ def test_pulls_bring_the_same_bits(kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 def test_halos_are_the_same(kind):
     on_ranks(3, halos, kind, "cpu", 3, 25, backend=KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halos_beside_one_pixel_are_the_same(kind):
+    on_ranks(3, narrow_halos, kind, "cpu", backend=KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

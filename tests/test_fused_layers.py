@@ -117,3 +117,29 @@ def test_layer_scale_module_takes_a_mask():
     residual, branch, keep = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.tensor([0.0, 2.0])
     torch.testing.assert_close(layer(residual, branch, keep), residual + branch * keep.view(2, 1, 1) / 2)
     assert [name for name, _ in layer.named_parameters()] == ["gamma"]
+
+
+class Dropping(nn.Module):
+    """A block whose mask is made of an activation, as drop paths make it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.scale = torchtp.nn.LayerScale(4, 0.5)
+
+    def forward(self, x):
+        return self.scale(x, self.conv(x), 2 * x.new_empty(len(x)).bernoulli_(1.0))
+
+
+def _mask_of_an_activation():
+    torch.manual_seed(0)
+    single = Dropping().double()
+    model = torchtp.parallelize(copy.deepcopy(single), make_layout({"w": 2}), output="full")
+    image = torch.randn(2, 4, 5, 7, dtype=torch.float64)
+    torch.testing.assert_close(model(image), single(image))
+    with pytest.raises(TypeError, match="both cut or both plain"):
+        torchtp.nn.layer_scale(make_layout({"w": 2}).shard(image), image, None)
+
+
+def test_layer_scale_takes_a_mask_made_of_an_activation():
+    run_ranks(_mask_of_an_activation, 2)

@@ -137,6 +137,44 @@ def test_ranks_without_columns_have_the_dtype_of_the_others(mode):
     run_ranks(_padded_under_autocast, 4, mode)
 
 
+def _one_column_of_16_bit(mode):
+    layout = make_layout({"w": 2})
+    torch.manual_seed(0)
+    theirs = nn.Conv2d(2, 6, 2, 3, (4, 0), (1, 2), padding_mode=mode).bfloat16()
+    mine = torchtp.nn.convert(copy.deepcopy(theirs), layout)
+    image = torch.randn(3, 2, 17, 11).bfloat16()  # of the three columns of the output the last rank has one
+    torch.testing.assert_close(mine(layout.shard(image)).full_tensor(), theirs(image))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_one_output_column_with_a_stride(mode):
+    run_ranks(_one_column_of_16_bit, 2, mode)
+
+
+def _penalty(network, image):
+    (slopes,) = torch.autograd.grad(network(image).sum(), image, create_graph=True)
+    (slopes.flatten(1).norm(dim=1) - 1).square().mean().backward()
+
+
+def _penalties(mode):
+    layout = make_layout({"w": 2})
+    torch.manual_seed(0)
+    last = nn.Conv2d(3, 1, 4, 4, 1, padding_mode=mode)  # one column, of the first rank, made of columns of both
+    theirs = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode), nn.Tanh(), last).double()
+    mine = torchtp.parallelize(torchtp.nn.convert(copy.deepcopy(theirs), layout), layout, output="full")
+    image = torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    for network in (theirs, mine):
+        _penalty(network, image.clone().requires_grad_())
+    for ours, other in zip(mine.parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(ours.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_ranks_without_columns_take_part_in_second_derivatives(mode):
+    run_ranks(_penalties, 2, mode)
+
+
 def _too_much_padding():
     layout = make_layout({"w": 2})
     layer = torchtp.nn.Conv2d(2, 2, 3, padding=4, padding_mode="reflect")

@@ -178,6 +178,24 @@ MISTAKES += [
     lambda x: torch.linalg.eig((x / (1 - WRONG.clamp(max=1)))[..., None, None]),
     lambda x: torch.linalg.inv((x + 1 - WRONG.clamp(max=1) * (x + 1))[..., None, None]),
 ]
+# Of a dtype that does not fit, where one rank has no columns to find it by.
+MISTAKES += [
+    lambda x: F.conv2d(x, torch.rand(3, 3, 1, 10).double()),
+    lambda x: F.conv2d(x, torch.rand(3, 3, 1, 10), torch.rand(3).double()),
+    lambda x: F.conv_transpose2d(x[..., :1], torch.rand(3, 2, 1, 1).double()),
+    lambda x: F.avg_pool2d(x.int(), (1, 10)),
+    lambda x: F.avg_pool3d(x.unsqueeze(2).half(), (1, 1, 10)),
+    lambda x: F.group_norm(x[..., :1].int(), 1),
+    lambda x: x[..., :1].mT @ x[..., :1].double(),
+    lambda x: F.unfold(x[..., :1], (9, 1)),
+    lambda x: x[..., :1].long().softmax(1),
+    lambda x: x.long().softmax(3),
+    lambda x: x.long().mean(),
+    lambda x: (x > 0.5).mean((2, 3)),
+    lambda x: x.long().var(3),
+    lambda x: x.long().norm(),
+    lambda x: F.adaptive_avg_pool2d(x.long(), 2),
+]
 
 
 def refused(mesh, dims, numbers):

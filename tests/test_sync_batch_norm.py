@@ -121,3 +121,29 @@ def test_its_process_group_says_whose_statistics():
     for ranks in ([0, 3], [1, 2]):
         for _, error in (results[rank] for rank in ranks):
             assert f"1, a SyncBatchNorm, has a process group of the ranks {ranks}, which is neither" in error
+
+
+def _left_alone():
+    layout = make_layout({"w": 2})
+    images = make_images(0, 3)
+    for momentum in (0.1, None):
+        single, norm = (kind(2, momentum=momentum).double() for kind in (nn.BatchNorm2d, nn.SyncBatchNorm))
+        single.track_running_stats = norm.track_running_stats = False
+        torch.testing.assert_close(torchtp.parallelize(norm, layout, output="full")(images), single(images))
+        assert norm.running_mean.tolist() == [0, 0] and norm.running_var.tolist() == [1, 1]
+        assert norm.num_batches_tracked == 0
+
+
+def test_running_statistics_that_are_not_tracked_stay():
+    run_ranks(_left_alone, 2)
+
+
+def _one_value():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.SyncBatchNorm(4)).double()
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        torchtp.parallelize(model, make_layout({"w": 2}))(make_images(0, 1))
+    assert model[2].running_var.tolist() == [1] * 4
+
+
+def test_one_value_a_channel_is_refused():
+    run_ranks(_one_value, 2)

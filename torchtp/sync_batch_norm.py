@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +40,7 @@ def _data_group(name: str, module: nn.SyncBatchNorm, layout: Layout) -> str | No
         return None
     group = layout.mesh[layout.data].get_group()
     if module.process_group is None:
-        return group.group_name
+        return group.group_name if layout.num_data > 1 else None
     ranks = set(dist.get_process_group_ranks(module.process_group))
     if ranks <= set(dist.get_process_group_ranks(layout.spatial_group)):
         return None
@@ -76,16 +77,19 @@ def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:
     )
     groups = [name for name, place in zip(axes_of(mesh).groups, kept, strict=True) if plain_shard(place)]
     over_data: str | None = getattr(module, _GROUP)
+    if over_data is None:  # else other ranks have images too
+        F._verify_batch_size(list(input.shape))  # type: ignore[attr-defined]
+    tracked = (module.running_mean, module.running_var) if module.track_running_stats else (None, None)
     output = torch.ops.torchtp.batch_norm(
-        local, weight, bias, lazy.unwrap(module.running_mean), lazy.unwrap(module.running_var), True, _share(module),
-        module.eps, groups if over_data is None else [*groups, over_data],
+        local, weight, bias, *map(lazy.unwrap, tracked), True, _share(module), module.eps,
+        groups if over_data is None else [*groups, over_data],
     )[0]  # fmt: skip
     return from_part(output, mesh, kept, input.shape, input)
 
 
 def _share(module: Any) -> float:
     """The share that this batch has in the running statistics; counts the batch."""
-    if module.num_batches_tracked is not None:
+    if module.track_running_stats and module.num_batches_tracked is not None:
         counter = lazy.unwrap(module.num_batches_tracked)
         counter.add_(1)
         if module.momentum is None:

@@ -149,17 +149,25 @@ void reduce_typed(std::byte* out, const std::vector<const std::byte*>& inputs, i
   }
 }
 
-// Bytes of a bool are 0 or 1 coming in and going out, so that the bitwise operations are the logical ones.
+// Of truth values as torch reads them: true is any byte but 0 coming in (of what was a view), and 1 going out.
+template <typename Op>
+struct OfTruths {
+  template <typename A>
+  static A apply(A a, A b) {
+    return Op::template apply<A>(a != 0, b != 0);
+  }
+};
+
 void reduce_bool(std::byte* out, const std::vector<const std::byte*>& inputs, int64_t count, ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kMax:
     case ReduceOp::kBor:
-      return reduce_typed<Bor, uint8_t>(out, inputs, count);
+      return reduce_typed<OfTruths<Bor>, uint8_t>(out, inputs, count);
     case ReduceOp::kBxor:
-      return reduce_typed<Bxor, uint8_t>(out, inputs, count);
+      return reduce_typed<OfTruths<Bxor>, uint8_t>(out, inputs, count);
     default:
-      return reduce_typed<Band, uint8_t>(out, inputs, count);
+      return reduce_typed<OfTruths<Band>, uint8_t>(out, inputs, count);
   }
 }
 

@@ -15,6 +15,7 @@ class Deadline {
 
   std::chrono::nanoseconds left() const { return std::max(at_ - Clock::now(), Clock::duration::zero()); }
   bool passed() const { return Clock::now() >= at_; }
+  void put_off(Clock::duration by) { at_ += by; }
 
  private:
   Clock::time_point at_;

@@ -205,20 +205,23 @@ class Connecting {
     return fail(line, why);
   }
 
+  // Some at a time: they may knock faster than they are let in, and the deadline has to be looked at.
   void let_in() {
-    for (;;) {
+    for (size_t i = 0; i < kMostStrangers; ++i) {
       Fd socket = Fd::accept(listener_, SOCK_NONBLOCK);
       if (!socket) {
         if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) throw_errno("accept");
         return;
       }
       prepare(socket);
-      const auto is_stranger = [](const Candidate& each) { return each.line.peer < 0; };
+      const auto is_stranger = [](const Candidate& each) { return each.line.peer < 0 && !each.answered; };
       const auto num_strangers = std::count_if(candidates_.begin(), candidates_.end(), is_stranger);
       if (static_cast<size_t>(num_strangers) >= lines_.size() + kMostStrangers) {
         candidates_.erase(std::find_if(candidates_.begin(), candidates_.end(), is_stranger));
       }
       candidates_.push_back({std::move(socket), {-1, 0}, true});
+      // Before the next ones: who has said already what it must is not driven out by those who say nothing.
+      if (!listen_to(candidates_.back())) candidates_.pop_back();
     }
   }
 

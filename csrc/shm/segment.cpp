@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <thread>
 
 #include "core/deadline.h"
@@ -138,11 +139,18 @@ void Segment::reserve(const std::byte* begin, size_t num_bytes) const {
   take(begin, num_bytes);
 }
 
+// Kernels before 6.18 undo the whole call for any signal: where those of a timer come (a profiler), smaller and smaller
+// pieces get through.
 void Segment::take(const std::byte* begin, size_t num_bytes) const {
-  int code;
-  do {
-    code = posix_fallocate(file_.get(), begin - mapping_.data(), static_cast<off_t>(num_bytes));
-  } while (code == EINTR);
+  int code = 0;
+  size_t done = 0, most = num_bytes;
+  while (done < num_bytes && (code == 0 || code == EINTR)) {
+    const size_t piece = std::min(most, num_bytes - done);
+    code = posix_fallocate(file_.get(), begin - mapping_.data() + done, static_cast<off_t>(piece));
+    if (code == 0) done += piece;
+    if (code == EINTR) most = std::max(most / 2, kPage);
+  }
+  if (code != 0 && done > 0) release(begin, done);
   if (code == EPERM || code == ENOSYS) {
     throw Error(cat("cannot take ", num_bytes, " bytes of shared memory: fallocate: ", std::strerror(code),
                     " (does the container's seccomp profile allow the call?)"));

@@ -27,6 +27,7 @@ constexpr auto kYieldTime = milliseconds(1);
 constexpr auto kFirstNap = milliseconds(2);
 constexpr auto kLongWait = milliseconds(100);   // is told to the peers, of all groups
 constexpr auto kLongestNap = milliseconds(25);  // a death is noticed so soon at the latest
+constexpr auto kStopped = milliseconds(1000);   // who comes back from a nap so late did not run meanwhile
 
 // Tells the processor that this is a spinning loop.
 void pause_briefly() {
@@ -92,7 +93,7 @@ bool Group::may_come_by_thread(uint64_t ranks) const {
 
 void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   const milliseconds limit = timeout();
-  const Deadline deadline(limit);
+  Deadline deadline(limit);
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
   Stall stall(
       *liveness_, options_.called, rank_, [this](int rank) { return waits_of(rank); },
@@ -111,7 +112,11 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   bool reported = false;
   Deadline next_signals(kBetweenSignals);
   nanoseconds longest = kFirstNap / 2;
+  auto naps_since = Deadline::Clock::now();
   const auto look = [&] {
+    // A job that is stopped as a whole (SIGSTOP) and continued goes on: nobody could come meanwhile.
+    const auto away = Deadline::Clock::now() - naps_since;
+    if (away > kStopped) deadline.put_off(away - kStopped);
     look_for_trouble(awaited);
     const bool blocked = is_blocked(channel, awaited);
     stall.look(awaited, blocked);
@@ -128,12 +133,13 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
     }
     longest = std::min<nanoseconds>(2 * longest, kLongestNap);
     const nanoseconds nap = std::min(longest, deadline.left());
-    if (next_signals.passed()) {  // last: a handler may take its time
+    const bool handles = next_signals.passed();
+    if (handles) {  // last: a handler may take its time
       handle_signals([&] { return awaited.describe(); });
       next_signals = Deadline(kBetweenSignals);
-      return std::min<nanoseconds>(nap, kFirstNap);
     }
-    return nap;
+    naps_since = Deadline::Clock::now();
+    return handles ? std::min<nanoseconds>(nap, kFirstNap) : nap;
   };
   protocol_->sleep_until(channel, [&] { return awaited.ready(); }, look);
   long_wait.end();

@@ -89,6 +89,15 @@ at::Tensor pool_backward(const PoolGeometry& geometry, const at::Tensor& dy, int
           : at::avg_pool2d_backward(local.wide(dy), frame, p.kernel, p.stride, p.padding, p.ceil_mode, true, divisor));
 }
 
+// What ATen has no pooling for, and here would refuse on ranks with output only.
+void check_type(const at::Tensor& input, int64_t num_dims) {
+  const at::ScalarType type = input.scalar_type();
+  const bool refused = at::isFloatingType(type) ? num_dims == 3 && input.is_cpu() && at::isReducedFloatingType(type)
+                                                : type != at::kLong || !input.is_cpu();
+  TORCH_CHECK_NOT_IMPLEMENTED(!refused || input.is_meta(), "avg_pool: not implemented for ", type, " in ", num_dims,
+                              " dims on ", input.device().type());
+}
+
 }  // namespace
 
 at::MemoryFormat avg_pool_format(const PoolGeometry& geometry, const at::Tensor& like) {
@@ -99,6 +108,7 @@ at::Tensor avg_pool(const at::Tensor& input, const PoolParams& params, const Avg
                     const std::vector<Cut>& cuts) {
   TORCH_CHECK_VALUE(divisor.override_by.value_or(1) != 0, "avg_pool: divisor_override must not be 0");
   const PoolGeometry geometry("avg_pool", input.sizes(), params, cuts);
+  check_type(input, geometry.num_spatial());
   // ATen refuses it of volumes alone, and here would on ranks with output only.
   for (int64_t i = 0; geometry.num_spatial() == 3 && i < 3; ++i) {
     TORCH_CHECK(geometry.window(i).kernel <= geometry.extent(i), "avg_pool: a window of ", geometry.window(i).kernel,

@@ -23,6 +23,12 @@ void check_numbers(const char* op, const ConvolutionParams& params, int64_t num_
   TORCH_CHECK_VALUE(params.groups > 0, op, ": groups must be positive, got ", params.groups);
 }
 
+// ATen refuses it too, but where it has something to compute alone.
+void check_type(const char* op, const char* name, const at::Tensor& parameter, const at::Tensor& input) {
+  TORCH_CHECK(parameter.scalar_type() == input.scalar_type(), op, ": input and ", name, " are alike in dtype, got ",
+              input.scalar_type(), " and ", parameter.scalar_type());
+}
+
 void check_weight(const char* op, const at::Tensor& input, const at::Tensor& weight, const ConvolutionParams& params) {
   const int64_t channels = input.size(1), groups = params.groups;
   TORCH_CHECK_VALUE(weight.dim() == input.dim(), op, ": a ", input.dim(),
@@ -36,6 +42,7 @@ void check_weight(const char* op, const at::Tensor& input, const at::Tensor& wei
   TORCH_CHECK_VALUE(taken == channels, op, ": a weight of ", weight.sizes(), " in ", groups, " groups is for ", taken,
                     " channels, but the input has ", channels);
   check_sizes(op, "weight", weight, weight.sizes(), input);
+  check_type(op, "weight", weight, input);
 }
 
 }  // namespace
@@ -68,6 +75,7 @@ void check_convolution(const char* op, const at::Tensor& input, const at::Tensor
   if (bias && bias->defined()) {
     const int64_t channels = params.transposed ? weight.size(1) * params.groups : weight.size(0);
     check_sizes(op, "bias", *bias, at::IntArrayRef(channels), input);
+    check_type(op, "bias", *bias, input);
   }
   std::vector<int64_t> extents = input.sizes().vec();
   for (const Cut& cut : cuts) {

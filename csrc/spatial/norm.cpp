@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
+#include <c10/util/Exception.h>
 
 #include "backend/reduce.h"
 #include "core/interval.h"
@@ -74,6 +75,8 @@ Moments merge(const Numbers& counts, const Moments& parts) {
 }
 
 Moments moments(const at::Tensor& x) {
+  // A rank without elements would wait for those that refuse theirs.
+  TORCH_CHECK_NOT_IMPLEMENTED(at::isFloatingType(x.scalar_type()), "norm: not implemented for ", x.scalar_type());
   const Layout layout(x);
   const int64_t batches = x.size(0), channels = x.size(1);
   if (!x.is_cpu()) {

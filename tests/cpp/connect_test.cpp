@@ -72,6 +72,20 @@ void strangers_do_not_get_in() {
   });
 }
 
+// Rank 0 calls while rank 1 is busy, and many strangers after it.
+void strangers_drive_nobody_out() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    const Door door(kLoopback);
+    const Introductions all = bootstrap.all_gather(door.introduction());
+    std::vector<Fd> strangers;
+    if (bootstrap.rank() == 1) {
+      std::this_thread::sleep_for(milliseconds(200));
+      for (int i = 0; i < 200; ++i) strangers.push_back(knock(door.introduction()));
+    }
+    check_ends(bootstrap, door.connect(bootstrap.rank(), lines_of(bootstrap.rank(), 2, 2), all, Deadline(kSoon)), 2);
+  });
+}
+
 // Rank 1 answers at another address than it says, or with another token.
 void a_wrong_door_is_an_error() {
   run_threads(2, [](Bootstrap& bootstrap) {
@@ -203,6 +217,7 @@ void the_interface_is_the_one_that_is_named() {
 int main() {
   return torchtp::test::run({
       {"strangers do not get in", strangers_do_not_get_in},
+      {"strangers drive nobody out", strangers_drive_nobody_out},
       {"a wrong door is an error", a_wrong_door_is_an_error},
       {"who does not come is named", who_does_not_come_is_named},
       {"who cannot be called calls back", who_cannot_be_called_calls_back},

@@ -245,6 +245,39 @@ void an_offer_made_twice_ends_the_connection() {
   });
 }
 
+// One header that no rank says there. Its sender stays: the connection ends because of the header.
+void a_wrong_header_ends_the_connection() {
+  struct Header {
+    uint16_t kind, dtype;
+    int32_t tag;
+    uint64_t num_bytes, number;
+  };
+  const std::vector<Header> wrong = {
+      {0, 0, 0, 0, 0},                      // of no kind
+      {8, 0, 0, 0, 0},                      //
+      {1, 0, 0, Mail::kEagerBytes + 1, 0},  // too much at once
+      {2, 0, 0, 1, 1},                      // an offer before the first
+      {3, 0, 0, 0, 5},                      // of what was not offered
+      {5, 0, 0, 0, 5},                      //
+      {4, 0, 0, 10, 0},                     // of what was not asked for
+      {6, 0, 0, 1, 0},                      // more taken than sent
+      {7, 0, 0, size_t{1} << 20, 0},        // many words
+  };
+  for (const Header& header : wrong) {
+    run_threads(2, [&](Bootstrap& bootstrap) {
+      auto made = connections(bootstrap, 1);
+      if (bootstrap.rank() == 0) {
+        Mail mail(0, std::move(made));
+        CHECK(end_of(mail, mail.receive(1, 9, memory(1), 1)) == Mail::State::kLost);
+        bootstrap.all_gather("");
+      } else {
+        CHECK_EQUAL(send(made.at(0).get(), &header, sizeof(header), MSG_NOSIGNAL), ssize_t{sizeof(header)});
+        bootstrap.all_gather("");
+      }
+    });
+  }
+}
+
 void nonsense_ends_the_connection() {
   run_threads(2, [](Bootstrap& bootstrap) {
     std::mt19937 random(7);
@@ -281,6 +314,7 @@ int main() {
       {"two types are an error that names both", [] { two_contents_are_an_error_that_names_both({0, 7}); }},
       {"who goes says why", who_goes_says_why},
       {"an offer made twice ends the connection", an_offer_made_twice_ends_the_connection},
+      {"a wrong header ends the connection", a_wrong_header_ends_the_connection},
       {"nonsense ends the connection", nonsense_ends_the_connection},
   });
 }

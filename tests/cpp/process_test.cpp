@@ -196,6 +196,26 @@ void a_stopped_rank_is_reported_and_may_come_back() {
   });
 }
 
+void a_job_that_is_stopped_for_longer_than_its_timeout_goes_on() {
+  run_processes(2, [](Bootstrap& bootstrap) {
+    const auto group = make(bootstrap);
+    group->set_timeout(milliseconds(2000));
+    const auto pids = bootstrap.all_gather(std::to_string(getpid()));
+    group->round(step(1));
+    if (group->rank() == 0 && fork() == 0) {
+      usleep(300'000);
+      for (const std::string& pid : pids) kill(std::stoi(pid), SIGSTOP);
+      usleep(2'500'000);
+      kill(std::stoi(pids[0]), SIGCONT);
+      usleep(300'000);
+      kill(std::stoi(pids[1]), SIGCONT);
+      _exit(0);
+    }
+    if (group->rank() == 1) usleep(600'000);
+    group->round(step(2));
+  });
+}
+
 void abort_reaches_other_processes() {
   run_processes(3, [](Bootstrap& bootstrap) {
     const auto group = make(bootstrap);
@@ -332,6 +352,8 @@ int main() {
       {"a forked child is not the rank", a_forked_child_is_not_the_rank},
       {"a stopped rank is named after the deadline", a_stopped_rank_is_named_after_the_deadline},
       {"a stopped rank is reported and may come back", a_stopped_rank_is_reported_and_may_come_back},
+      {"a job that is stopped for longer than its timeout goes on",
+       a_job_that_is_stopped_for_longer_than_its_timeout_goes_on},
       {"abort reaches other processes", abort_reaches_other_processes},
       {"a rank that dies while the group is made is named", a_rank_that_dies_while_the_group_is_made_is_named},
       {"another build is refused by all", another_build_is_refused_by_all},

@@ -137,6 +137,23 @@ void integers_go_to_all_outputs() {
   }
 }
 
+// Bytes of a tensor of bool that is a view of another dtype.
+void any_byte_but_zero_is_true() {
+  const std::vector<std::vector<uint8_t>> inputs = {{0, 0, 2, 2, 2}, {0, 4, 0, 1, 2}};
+  const auto reduced = [&](ReduceOp op) {
+    std::vector<uint8_t> out(5);
+    reduce_inputs(bytes_of(out), pointers_to(inputs), 5, c10::ScalarType::Bool, op);
+    return out;
+  };
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kBor}) {
+    CHECK((reduced(op) == std::vector<uint8_t>{0, 1, 1, 1, 1}));
+  }
+  for (const ReduceOp op : {ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kBand}) {
+    CHECK((reduced(op) == std::vector<uint8_t>{0, 0, 0, 1, 1}));
+  }
+  CHECK((reduced(ReduceOp::kBxor) == std::vector<uint8_t>{0, 1, 1, 0, 0}));
+}
+
 }  // namespace
 
 int main() {
@@ -151,6 +168,7 @@ int main() {
       {"any number of bf16", [] { any_number_of_elements<c10::BFloat16>(c10::ScalarType::BFloat16); }},
       {"any number of fp32", [] { any_number_of_elements<float>(c10::ScalarType::Float); }},
       {"integers go to all outputs", integers_go_to_all_outputs},
+      {"any byte but zero is true", any_byte_but_zero_is_true},
       {"an average is over as many as are told", an_average_is_over_as_many_as_are_told},
   });
 }

@@ -38,3 +38,9 @@ def on_all_parts(
         if anywhere:
             raise kind(f"{op}: another rank refuses the numbers of its part of the whole: its own error says which")
     return result
+
+
+def check_fractions(op: Op, tensor: torch.Tensor) -> None:
+    """RuntimeError for a tensor of whole numbers, of which PyTorch has no mean, no norm and no softmax."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise RuntimeError(f"{op}: a floating point or complex tensor is needed, but it is of {tensor.dtype}")

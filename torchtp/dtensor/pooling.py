@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.agreed import check_fractions
 from torchtp.dtensor.cut import Placements, cut_of, is_cut, owned
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced
@@ -133,6 +134,7 @@ def adaptive_avg_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     input, sizes = bound(op, args, kwargs)
     if not is_cut(input) or input.dim() != len(sizes) + 2:
         return unruled(op, args, kwargs)
+    check_fractions(op, input)
     local, mesh, placements = arrange(op, input, any_dim)
     cut = cut_of(mesh, placements, input.shape)
     assert cut is not None

@@ -61,6 +61,8 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lead = a if is_spatial(a) else b
     if not is_spatial(lead) or any(has_strided_shard(t) or t.layout is not torch.strided for t in (a, b)):
         return unruled(op, args, kwargs)
+    if a.dtype != b.dtype:  # ranks without rows would not hear of it
+        raise RuntimeError(f"expected both factors to have the same dtype, but got {a.dtype} and {b.dtype}")
     mesh = lead.device_mesh
     dims_a, dims_b, dims = _DIMS[a.dim()]
     none = [""] * mesh.ndim

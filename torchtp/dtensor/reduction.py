@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.agreed import check_fractions
 from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, remember_taken_from, sums_done
 from torchtp.dtensor.fallback import unruled
 from torchtp.dtensor.moving import all_reduced, recut
@@ -149,6 +150,8 @@ def mean_(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
     dtype = named.get("dtype") or tensor.dtype
+    if named.get("dtype") is None:
+        check_fractions(op, tensor)
     local = aten.sum.dim_IntList(to.local, to.dims, keepdim, dtype=wide(dtype))
     return to.wrap(to.total(local).div(to.count).to(dtype))
 
@@ -167,6 +170,7 @@ def var(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dims, correction, keepdim = bound(op, args, kwargs)
     if not taken(tensor) or tensor.is_complex():
         return unruled(op, args, kwargs)
+    check_fractions(op, tensor)
     to = Reduced(tensor, dims, keepdim)
     variance, average = _moments(to, 1 if correction is None else correction)
     if "std" in op.name():
@@ -262,6 +266,7 @@ def vector_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     order = named.get("ord", named.get("p"))
     if not taken(tensor):
         return unruled(op, args, kwargs)
+    check_fractions(op, tensor)
     order = 2.0 if order is None else float(order)
     to = Reduced(tensor, named.get("dim"), keepdim)
     dtype = dtype.to_real() if dtype is not None else None

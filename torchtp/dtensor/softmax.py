@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchtp.dtensor.agreed import check_fractions
 from torchtp.dtensor.along import along_whole_dim, along_whole_dim_backward
 from torchtp.dtensor.cut import dim_of
 from torchtp.dtensor.nesting import takes_nested
@@ -67,6 +68,7 @@ def safe_softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @takes_nested
 def softmax(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, widens = bound(op, args, kwargs)
+    check_fractions(op, tensor)
     if not _is_cut_along(tensor, dim):
         return along_whole_dim(op, args, kwargs)
     to = Reduced(tensor, dim, keepdim=True)

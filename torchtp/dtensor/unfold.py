@@ -92,6 +92,8 @@ def unfold(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unruled(op, args, kwargs)
     local, mesh, placements = summed(input)
     alongs = _alongs(list(input.shape[2:]), params)
+    if min(along.count for along in alongs) < 1:
+        raise RuntimeError(f"unfold: the window does not fit into images of {list(input.shape[2:])}")
     for dim, along in enumerate(alongs, 2):
         axis = axis_cutting(placements, dim)
         if axis is not None:

@@ -121,6 +121,7 @@ def convolution_padded(
                 f"{after} does not fit into dim {dim} of extent {input.size(dim)}"
             )
     uncut = list(pads)
+    steps = list(stride)
     factor, is_empty = 1, False
     for axis, placement in enumerate(kept):
         if not isinstance(placement, Shard):
@@ -140,6 +141,8 @@ def convolution_padded(
         cut = CutDim(dim, input.size(dim), axes.groups[axis], axes.ranks[axis])
         local = padded_rows(local, cut, wanted, mode)
         is_empty = is_empty or wanted[cut.rank][0] >= wanted[cut.rank][1]
+        if local.size(dim) == reach + 1:
+            steps[dim - 2] = 1  # NOTE [one output has no stride] in csrc/spatial/convolution_geometry.h
     if factor > 1:
         weight = lazy.Scaled.apply(weight, factor)
         bias = None if bias is None else lazy.Scaled.apply(bias, factor)
@@ -147,18 +150,20 @@ def convolution_padded(
     convolve = (F.conv1d, F.conv2d, F.conv3d)[input.dim() - 3]
     if is_empty:
         # Nothing to compute, but backward must take part in the exchanges of the others, in the dtype that they have.
+        # So must its own backward: the gradient is that of a convolution here as well, which depends on the weight.
         extents = list(out_shape)
         for axis, placement in enumerate(kept):
             if isinstance(placement, Shard):
                 begin, end = owned(extents[placement.dim], axes.sizes[axis], axes.ranks[axis])
                 extents[placement.dim] = end - begin
         window = [d * (kernel - 1) + 1 for d, kernel in zip(dilation, weight.shape[2:], strict=True)]
-        some = convolve(local.new_zeros(*local.shape[:2], *window), weight, bias, stride, 0, dilation, groups)
-        output = some.new_zeros(extents) + 0 * (local.sum() + some.sum())
+        zeros = local.new_zeros(*local.shape[:2], *window) + local[:0].sum()
+        some = convolve(zeros, weight, bias, 1, 0, dilation, groups)
+        output = some.new_zeros(extents) + some[:0].sum()
     else:
         if any(uncut):
             local = F.pad(local, uncut, mode)
-        output = convolve(local, weight, bias, stride, 0, dilation, groups)
+        output = convolve(local, weight, bias, steps, 0, dilation, groups)
     return from_part(output, mesh, kept, out_shape, input)
 
 

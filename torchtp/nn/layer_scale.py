@@ -32,9 +32,14 @@ def layer_scale(
     """residual + branch * gamma[c] * keep[n] of two [N, C, ...] in one pass, in the residual's dtype.
 
     `gamma` [C] is a plain parameter or None; `keep` [N] is a mask, the same on all ranks of the images, or None. Cut
-    DTensors are taken as the residual is cut. Raises ValueError where the sizes do not fit.
+    DTensors are taken as the residual is cut. Raises ValueError where the sizes do not fit, TypeError where only one of
+    the two is a DTensor.
     """
     gamma, keep = lazy.unwrap(gamma), lazy.unwrap(keep)
+    if isinstance(residual, DTensor) != isinstance(branch, DTensor):
+        raise TypeError("layer_scale: residual and branch are both cut or both plain, but one of them is a DTensor")
+    if isinstance(keep, DTensor):  # made of an activation, as x.new_empty(len(x)).bernoulli_(0.9) is
+        keep = keep.full_tensor()
     if not isinstance(residual, DTensor):
         return _scaled(residual, branch, gamma, keep)
     kept = tuple(p if type(p) is Shard and p.dim >= 2 else Replicate() for p in residual.placements)
