@@ -42,6 +42,8 @@ MISTAKES = [
     lambda x: x.unfold(3, 20, 1),
     lambda x: x.split(3, 9),
     lambda x: x.split([3, 3], 3),
+    lambda x: x.split(-1, 3),
+    lambda x: x.rot90(4, (3, -1)),
     lambda x: x.chunk(2, 9),
     lambda x: x.narrow(3, 8, 5),
     lambda x: x.flip(9),

@@ -178,6 +178,8 @@ def rot90(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     times %= 4
     if not taken(tensor) or len(dims) != 2:
         return unruled(op, args, kwargs)
+    if dim_of(dims[0], tensor.dim()) == dim_of(dims[1], tensor.dim()):
+        raise RuntimeError(f"rot90: the two dims of a plane differ, but they are {list(dims)}")
     if times == 0:
         return aten.clone(tensor)
     mirrored_dims = list(dims) if times == 2 else [dims[1] if times == 1 else dims[0]]

@@ -299,6 +299,8 @@ def split(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = dim_of(dim, tensor.dim())
     extent = tensor.size(dim)
     if isinstance(sizes, int):
+        if sizes < 0:
+            raise RuntimeError(f"split: a part has as many rows as are given or none, but they are {sizes}")
         sizes = [min(sizes, extent - begin) for begin in range(0, extent, sizes)] if extent else [0]
     elif sum(sizes) != extent or min(sizes, default=0) < 0:
         raise RuntimeError(f"split_with_sizes: {list(sizes)} do not sum to {extent}, the size of dimension {dim}")
