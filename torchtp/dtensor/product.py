@@ -54,6 +54,14 @@ def _placed(dims: str, letters: list[str]) -> Placements:
     return tuple(Shard(dims.index(letter)) if letter and letter in dims else Replicate() for letter in letters)
 
 
+def _check(op: Op, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Refuses on all ranks what some would find in their parts of the factors, and others not."""
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"{op}: both factors have one dtype, but they are of {a.dtype} and {b.dtype}")
+    if a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2] or a.size(-1) != b.size(-2):
+        raise RuntimeError(f"{op}: there is no product of {list(a.shape)} and {list(b.shape)}")
+
+
 @spatial_rule("bmm.", "mm.")
 @takes_nested
 def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,8 +69,7 @@ def product(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lead = a if is_spatial(a) else b
     if not is_spatial(lead) or any(has_strided_shard(t) or t.layout is not torch.strided for t in (a, b)):
         return unruled(op, args, kwargs)
-    if a.dtype != b.dtype:  # ranks without rows would not hear of it
-        raise RuntimeError(f"expected both factors to have the same dtype, but got {a.dtype} and {b.dtype}")
+    _check(op, a, b)
     mesh = lead.device_mesh
     dims_a, dims_b, dims = _DIMS[a.dim()]
     none = [""] * mesh.ndim
@@ -134,6 +141,8 @@ def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return unruled(op, args, kwargs)
     hand_out(summand)
     result = aten.bmm(a, b) if a.dim() == 3 else aten.mm(a, b)
+    if torch.broadcast_shapes(summand.shape, result.shape) != result.shape:
+        raise RuntimeError(f"{op}: a summand of {list(summand.shape)} is larger than the product, {list(result.shape)}")
     result = result if named["alpha"] == 1 else aten.mul(result, named["alpha"])
     return result if named["beta"] == 0 else aten.add(result, summand, alpha=named["beta"])
 
