@@ -132,9 +132,12 @@ def along_whole_dim(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _computed(op: Op, local: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the op gives of this rank's part; of one without elements, too, which Fourier transforms refuse."""
-    if local.numel() or not op._schema.name.startswith("aten::_fft"):
+    if local.numel() or not args[0].numel():
         return op(local, *args[1:], **kwargs)
+    # Refuses a dtype as ranks with elements do.
     one = op(local.new_zeros([max(1, size) for size in local.shape]), *args[1:], **kwargs)
+    if not op._schema.name.startswith("aten::_fft"):
+        return op(local, *args[1:], **kwargs)
     return one[tuple(slice(0, 0) if size == 0 else slice(None) for size in local.shape)]
 
 

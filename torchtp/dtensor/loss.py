@@ -188,6 +188,8 @@ def nll_loss_nd(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _check_nll(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> None:
     """Refuses on all ranks what kernels refuse where they have elements: of a rank's part they may have none."""
+    if not logits.is_floating_point():
+        raise RuntimeError(f"nll_loss: log-probabilities are floating point numbers, but they are of {logits.dtype}")
     if target.dtype not in (torch.int64, torch.uint8):
         raise RuntimeError(f"nll_loss: a target is of torch.int64 or torch.uint8, but it is of {target.dtype}")
     if weight is not None and (weight.shape != (logits.size(1),) or weight.dtype != logits.dtype):

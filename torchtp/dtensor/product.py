@@ -58,6 +58,8 @@ def _check(op: Op, a: torch.Tensor, b: torch.Tensor) -> None:
     """Refuses on all ranks what some would find in their parts of the factors, and others not."""
     if a.dtype != b.dtype:
         raise RuntimeError(f"{op}: both factors have one dtype, but they are of {a.dtype} and {b.dtype}")
+    if a.dtype is torch.bool:
+        raise RuntimeError(f"{op}: there is no product of truth values: give a.float()")
     if a.dim() != b.dim() or a.shape[:-2] != b.shape[:-2] or a.size(-1) != b.size(-2):
         raise RuntimeError(f"{op}: there is no product of {list(a.shape)} and {list(b.shape)}")
 
