@@ -131,6 +131,27 @@ def test_modules_that_differ(which, text):
     assert first == second and text in first
 
 
+def _wishes_that_differ(name, wishes):
+    model = nn.Conv2d(2, 3, 3)
+    layout = make_layout({"w": 2})
+    with pytest.raises(ValueError) as caught:
+        torchtp.parallelize(model, layout, **{name: wishes[dist.get_rank()]})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, wishes, text",
+    [
+        ("output", ("local", "full"), 'output="local", reduce=True, rank 1 has'),
+        ("reduce", (True, False), 'output="dtensor", reduce=True, rank 1 has'),
+        ("output", ("full", "tile"), 'output is "dtensor", "local" or "full", but it is "tile" (on rank 1)'),
+    ],
+)
+def test_wishes_that_differ(name, wishes, text):
+    first, second = run_ranks(_wishes_that_differ, 2, name, wishes, timeout=LIMIT)
+    assert first == second and text in first
+
+
 def _misuse():
     layout = make_layout({"w": 2})
     with pytest.raises(ValueError, match='output is "dtensor", "local" or "full", but it is "tile"'):

@@ -47,6 +47,27 @@ def test_a_pull_nobody_uses_is_not_dropped(backend):
     run_ranks(pulls_nobody_uses, 3, backend, timeout=180)
 
 
+def layers_nobody_uses():
+    import torchtp  # noqa: F401
+
+    rank = dist.get_rank()
+    (group,) = shardings((2,))[0].groups
+    filters, window = torch.ones(4, 1, 3, 3), [[1, 1]] * 3
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(part):
+        cut = ([2], [8], [group])
+        out = torch.ops.torchtp.depthwise_layer_norm(part, filters, None, None, None, 1e-5, False, *window, *cut)[0]
+        return out if rank > 0 else part * 2
+
+    layer(torch.rand(1, 4, 4, 8))
+    dist.barrier()
+
+
+def test_a_depthwise_layer_norm_nobody_uses_is_not_dropped():
+    run_ranks(layers_nobody_uses, 2, timeout=180)
+
+
 def small_network():
     import torchtp  # noqa: F401
 

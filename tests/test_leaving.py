@@ -287,6 +287,9 @@ def _logged(axes):
     torch.testing.assert_close(loss.item(), torch.stack(everybody).sum().item())
     with pytest.raises(TypeError, match=r"allreduce_ of torch.distributed takes plain .* call full_tensor\(\) first"):
         dist.all_reduce(output.detach(), group=layout.group)
+    if dist.get_backend(layout.group) == "torchtp":  # gloo sends what lies at address 0
+        with pytest.raises(RuntimeError, match="reduce_scatter takes tensors that have data, got one of shape"):
+            dist.reduce_scatter(mine, [loss] * layout.group.size(), group=layout.group)
 
 
 @pytest.mark.parametrize("axes", [{"w": 2}, {"dp": 2, "w": 2}], ids=str)

@@ -29,6 +29,7 @@ EFFECTS = (
     "avg_pool",
     "avg_pool_backward",
     "batch_norm_backward",
+    "depthwise_layer_norm",
     "group_norm",
     "group_norm_backward",
     "interpolate",

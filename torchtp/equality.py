@@ -48,10 +48,12 @@ class Written:
         _overwrite(named, self._layout)
 
 
-def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), complaint: str = "") -> None:
+def make_equal(
+    module: nn.Module, layout: Layout, known: Collection[int] = (), complaint: str = "", options: str = ""
+) -> None:
     """Broadcast parameters and buffers, but those of `known` ids, from the first rank of `layout.group`.
 
-    Raises ValueError on all ranks where names, shapes or dtypes differ or a tensor is not on the mesh's kind of device.
+    Raises ValueError on all ranks if names, shapes, dtypes or `options` differ or a tensor is off the mesh's devices.
     """
     named = [(name, tensor) for name, tensor in tensors_of(module) if id(tensor) not in known]
     for name, tensor in named:
@@ -68,7 +70,7 @@ def make_equal(module: nn.Module, layout: Layout, known: Collection[int] = (), c
         "",
     )
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
-    layout.agreement.check_modules([(repr(layout), torch.Size(), None), *described], complaint)
+    layout.agreement.check_modules([(repr(layout) + options, torch.Size(), None), *described], complaint)
     _overwrite(named, layout)
 
 

@@ -58,15 +58,15 @@ def parallelize(
     that mean, for DistributedDataParallel or FSDP2 over `layout.group`. Tensors among the arguments get the whole gradient
     of this rank's images, on every rank of its spatial group.
 
-    Raises ValueError on all ranks where their parameters or, at a call, their images differ; TypeError for what is no module
-    or no Layout.
+    Raises ValueError on all ranks if parameters, `output`, `reduce` or images differ; TypeError for no module, Layout.
     """
     check_types("parallelize", module, layout)
+    complaint = ""  # told to all ranks, as is what they want of it: the others would wait for this one
     if output not in ("dtensor", "local", "full"):
-        raise ValueError(f'output is "dtensor", "local" or "full", but it is "{output}"')
-    if is_parallelized(module):
-        raise ValueError("the module is parallelized already: call torchtp.parallelize once, on the outermost module")
-    make_equal(module, layout)
+        complaint = f'output is "dtensor", "local" or "full", but it is "{output}"'
+    elif is_parallelized(module):
+        complaint = "the module is parallelized already: call torchtp.parallelize once, on the outermost module"
+    make_equal(module, layout, complaint=complaint, options=f' with output="{output}", reduce={bool(reduce)}')
     if reduce:  # made here: in a first forward, of several threads, ranks might make it in another order
         _ = layout.gradient_group
     take_custom_ops()

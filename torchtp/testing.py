@@ -66,7 +66,7 @@ def run_ranks(
 
     Raises RanksFailed with the tracebacks if a rank raised or died, and TimeoutError with the stacks of the ranks that
     had not returned after `timeout` seconds; the workers are gone in both cases. ValueError if `fn` can't be imported, as
-    those of the started program (`__main__`), or something does not pickle.
+    those of the started program (`__main__`), or an argument does not pickle; a result that does not is a RanksFailed.
     """
     pool = _pools.take(size, backend, fresh)
     try:

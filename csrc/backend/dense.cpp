@@ -40,6 +40,10 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
               tensor.layout(), "; make it dense with to_dense()");
   TORCH_CHECK(tensor.device().is_cpu() || tensor.device().is_cuda(), "torchtp ", what,
               " works on CPU and CUDA tensors, got a tensor on ", tensor.device());
+  // A DTensor in a list of lists, which PyTorch does not look into when it dispatches, comes as far as this.
+  TORCH_CHECK(tensor.numel() == 0 || tensor.storage().data() != nullptr, "torchtp ", what,
+              " takes tensors that have data, got one of shape ", tensor.sizes(),
+              " without; of a DTensor pass to_local() or full_tensor()");
 }
 
 void check_in_place(const at::Tensor& tensor, const char* what) {

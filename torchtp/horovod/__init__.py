@@ -1,7 +1,7 @@
 """Horovod's face for PyTorch over torch.distributed: `import torchtp.horovod as hvd` in a script written for Horovod.
 
-What is not the same: gradients are global as soon as `backward()` returns, results of collectives carry no graph, calls
-meet in their order and not by name, and there is no Adasum and no elastic mode (torchrun restarts jobs).
+What is not the same: gradients are global as soon as `backward()` returns, `_async` and in-place calls carry no graph,
+calls meet in their order and not by name, and there is no Adasum and no elastic mode (torchrun restarts jobs).
 """
 
 from __future__ import annotations

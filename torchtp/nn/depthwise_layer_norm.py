@@ -31,7 +31,8 @@ def depthwise_layer_norm(
     """Convolve [N, C, H, W] with one filter a channel, `weight` [C, 1, kH, kW], and norm the result over its channels.
 
     As LayerNorm2d behind Conv2d with groups=C, whose parameters these are; plain ones. Under autocast the convolution's
-    are cast as there. Raises ValueError where the sizes do not fit.
+    are cast as there. Raises ValueError where the sizes do not fit, RuntimeError for a kernel beyond the
+    padded image.
     """
     weight, bias, norm_weight, norm_bias = (lazy.unwrap(tensor) for tensor in (weight, bias, norm_weight, norm_bias))
     params = _pair(stride), _pair(padding), _pair(dilation)
