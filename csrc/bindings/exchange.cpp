@@ -120,10 +120,16 @@ std::shared_ptr<BytesExchange> exchange_of(const std::string& group_name, const 
   return std::make_shared<BytesExchange>(group.exchange);
 }
 
+// Without Python's lock: who makes one just now holds the mutex, and may have signals handled meanwhile.
+auto made_exchanges(const std::string& group_name) {
+  const py::gil_scoped_release no_gil;
+  return backend::device_exchanges(group_name)->made();
+}
+
 // What moves halos of the group's tensors on devices, as far as it has been used.
 py::list device_exchanges(const std::string& group_name) {
   py::list out;
-  for (const auto& made : backend::device_exchanges(group_name)->made()) {
+  for (const auto& made : made_exchanges(group_name)) {
     py::dict entry;
     entry["device"] = made.device;
     entry["kind"] = made.exchange->name();
@@ -183,7 +189,7 @@ void bind_exchange(py::module_& m) {
   m.def("exchange_of", &exchange_of, py::arg("group_name"), py::arg("device") = "cpu",
         py::call_guard<py::gil_scoped_release>());
   m.def("device_exchanges", &device_exchanges, py::arg("group_name"));
-  m.def("check_exchanges", &check_exchanges, py::arg("group_name"));
+  m.def("check_exchanges", &check_exchanges, py::arg("group_name"), py::call_guard<py::gil_scoped_release>());
   m.def("choose_device_exchange", &choose_device_exchange, py::arg("ranks"));
   m.def(
       "thread_exchanges",
@@ -203,7 +209,10 @@ void bind_exchange(py::module_& m) {
   m.def(
       "traffic",
       [](const std::string& group_name) {
-        const auto traffic = backend::spatial_group(group_name).traffic;
+        const auto traffic = [&] {
+          const py::gil_scoped_release no_gil;
+          return backend::spatial_group(group_name).traffic;
+        }();
         py::dict out;
         out["num_bytes"] = traffic->num_bytes.load();
         out["num_exchanges"] = traffic->num_exchanges.load();
