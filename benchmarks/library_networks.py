@@ -259,6 +259,65 @@ def _timm() -> list[Network]:
     ]
 
 
+def _vit_pytorch() -> list[Network]:
+    vit: dict[str, Any] = {
+        "image_size": 64,
+        "patch_size": 8,
+        "num_classes": 5,
+        "dim": 32,
+        "depth": 2,
+        "heads": 2,
+        "mlp_dim": 48,
+    }
+    entries: list[tuple[str, str, dict[str, Any]]] = [
+        ("vit", "ViT", vit), ("simple_vit_with_fft", "SimpleViT", {**vit, "freq_patch_size": 8}), ("xcit", "XCiT", {**vit, "cls_depth": 1}),
+        ("cait", "CaiT", {**vit, "cls_depth": 1}), ("pit", "PiT", {**vit, "depth": (1, 1)}), ("rvt", "RvT", vit),
+        ("levit", "LeViT", {"image_size": 64, "num_classes": 5, "stages": 2, "dim": (32, 48), "depth": 1, "heads": (2, 2), "mlp_mult": 2}),
+        ("max_vit", "MaxViT", {"num_classes": 5, "dim": 16, "dim_conv_stem": 16, "dim_head": 8, "depth": (1, 1), "window_size": 4}),
+        ("regionvit", "RegionViT", {"num_classes": 5, "dim": (16, 32, 32, 32), "depth": (1, 1, 1, 1), "window_size": 2}),
+        ("nest", "NesT", {"image_size": 64, "patch_size": 4, "num_classes": 5, "dim": 32, "heads": 2, "num_hierarchies": 3,
+                          "block_repeats": (1, 1, 1)}),
+    ]  # fmt: skip
+    return [
+        Network("vit-pytorch", module, (2, 3, 64, 64), _of(f"vit_pytorch.{module}", name, **options))
+        for module, name, options in entries
+    ]
+
+
+def _restoration() -> list[Network]:
+    tokens = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 2], "upscale": 2, "img_size": 64, "window_size": 8}
+    entries: list[tuple[str, str, dict[str, Any]]] = [
+        ("SwinIR", "SwinIR", {**tokens, "mlp_ratio": 2}),
+        ("HAT", "HAT", {**tokens, "mlp_ratio": 2, "compress_ratio": 3, "squeeze_factor": 6}),
+        ("ATD", "ATD", {**tokens, "mlp_ratio": 2}),
+        ("DRCT", "DRCT", {**tokens, "depths": (2,), "num_heads": (2,), "gc": 8, "upsampler": "pixelshuffle"}),
+        ("ESRGAN", "ESRGAN", {"num_filters": 16, "num_blocks": 1, "scale": 2}),
+        ("RCAN", "RCAN", {"scale": 2, "n_feats": 16, "n_resgroups": 2, "n_resblocks": 2}),
+        ("NAFNet", "NAFNet", {"width": 16}),
+        ("FFTformer", "FFTformer", {"dim": 24, "num_blocks": [1, 1, 1]}),
+        ("OmniSR", "OmniSR", {"num_feat": 16, "window_size": 8}),
+        ("RetinexFormer", "RetinexFormer", {"num_blocks": [1, 1, 1]}),
+    ]
+    return [
+        Network("spandrel", name, (1, 3, 64, 64), _of(f"spandrel.architectures.{module}", name, **options))
+        for module, name, options in entries
+    ]
+
+
+def _operators() -> list[Network]:
+    small = {"in_channels": 3, "out_channels": 2, "hidden_channels": 8}
+    uno = {"uno_out_channels": [8] * 3, "uno_n_modes": [[6, 6]] * 3, "uno_scalings": [[1, 1], [0.5, 0.5], [2, 2]]}
+    entries: list[tuple[str, str, Shape, dict[str, Any]]] = [
+        ("FNO, 2-D", "FNO", (2, 3, 64, 64), {**small, "n_modes": (8, 6), "n_layers": 2}),
+        ("FNO, 3-D", "FNO", (1, 3, 8, 16, 16), {**small, "n_modes": (4, 4, 4), "n_layers": 2}),
+        ("UNO", "UNO", (2, 3, 64, 64), {**small, **uno, "n_layers": 3, "channel_mlp_skip": "linear"}),
+    ]
+    return [
+        Network("neuraloperator", name, shape, _of("neuralop.models", kind, **options))
+        for name, kind, shape, options in entries
+    ]
+
+
 # One of each module of timm 1.0.31 that has one of less than 90 million parameters: the smallest.
 _FAMILIES_OF_TIMM = """
     beit_base_patch16_224 halonet_h1 test_byobnet cait_xxs24_224 coat_tiny convit_tiny convmixer_768_32 test_convnext cpubone_nano
@@ -294,5 +353,5 @@ def networks() -> list[Network]:
     """All of them, whether their libraries are installed or not."""
     return [
         *_segmentation_models(), *_monai(), *_diffusers(), *_transformers(), *_detectors(), *_losses_and_filters(),
-        *_torchvision(), *_timm(),
+        *_torchvision(), *_timm(), *_vit_pytorch(), *_restoration(), *_operators(),
     ]  # fmt: skip

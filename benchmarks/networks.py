@@ -44,6 +44,8 @@ def made(network: Network) -> nn.Module:
     """The same on every rank, in float64; without what is random in training."""
     torch.manual_seed(0)
     module = network.build().double().train()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.cdouble() if parameter.is_complex() else parameter.data
     for part in module.modules():
         if type(part).__name__ == "DropPath":
             part.drop_prob = 0.0
