@@ -59,11 +59,13 @@ def test_another_call_in_its_place_is_told_as_a_mismatch_and_strangers_pass():
 
 def _late_message():
     torchtp.monitored_barrier(timeout=1)
-    number = torch.zeros(1)
+    number, store = torch.zeros(1), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        time.sleep(2)
+        store.wait(["rank 1 receives"])
+        time.sleep(2)  # that it waits for longer than the barrier may take
         dist.send(torch.ones(1), 1)
     else:
+        store.set("rank 1 receives", "")
         dist.recv(number, 0)
     return number.item()
 

@@ -196,6 +196,10 @@ def allreduce(
     return differentiable(reduce, derivative, tensor)
 
 
+def _is_list(tensors: Any) -> bool:
+    return isinstance(tensors, Sequence) and not isinstance(tensors, torch.Tensor)
+
+
 def _grouped_allreduce(
     start: Callable[[torch.Tensor, Reduction], Handle],
     tensors: Sequence[torch.Tensor],
@@ -208,7 +212,7 @@ def _grouped_allreduce(
     rest = (average, op, compression, prescale_factor, postscale_factor)
 
     def check() -> list[Reduction]:
-        if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        if not _is_list(tensors):
             raise TypeError(f"grouped_allreduce takes a list of tensors, but it is a {type(tensors).__name__}")
         return [Reduction("grouped_allreduce", tensor, *rest) for tensor in tensors]
 
@@ -271,7 +275,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """The reductions of several tensors, in new ones, and their gradients; see `allreduce`."""
     rest = (op, prescale_factor, postscale_factor)
-    is_list = isinstance(tensors, Sequence) and not isinstance(tensors, torch.Tensor)
+    is_list = _is_list(tensors)  # what is none is refused where the others hear of it
 
     def reduce(*each: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = each if is_list else tensors
