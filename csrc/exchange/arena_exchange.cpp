@@ -236,7 +236,7 @@ void ArenaExchange::wait(const Exchanging& exchanging, size_t chunk, Stream stre
       incoming.taken = first ? word(rank_, flow.peer, slot_index, ArenaLayout::kTaken) : nullptr;
       incoming.arrived = word(rank_, flow.peer, slot_index, ArenaLayout::kArrived);
       incoming.header = reinterpret_cast<const kernels::HaloHeader*>(slot(rank_, flow.peer, slot_index) + part.place);
-      incoming.stays = receive.slab.data == nullptr && receive.layout.channels > 1 && receive.layout.positions > 1;
+      incoming.stays = receive.slab.data == nullptr && receive.layout.matters();
       incoming.layout = receive.layout.layout;
       first = false;
     }

@@ -57,6 +57,9 @@ struct HaloLayout {
   bool channels_last = false;
   uint32_t element_bytes = 1;
   int64_t channels = 1, positions = 1;
+
+  // Of one channel or position both layouts are the same.
+  TORCHTP_HOST_DEVICE bool matters() const { return channels > 1 && positions > 1; }
 };
 
 // Units [0, count) from unit `first` of a slab on, between tensor and payload. Plain numbers for a kernel.
@@ -255,8 +258,7 @@ TORCHTP_HOST_DEVICE inline void take_transposed(const HaloMove& move, uint32_t b
 
 TORCHTP_HOST_DEVICE inline void take_units(const HaloMove& move, uint32_t begin, uint32_t step) {
   if (move.layout_out != nullptr && begin == 0) *move.layout_out = move.header->layout;
-  if (move.header != nullptr && move.header->layout != move.layout.layout && move.layout.channels > 1 &&
-      move.layout.positions > 1) {
+  if (move.header != nullptr && move.header->layout != move.layout.layout && move.layout.matters()) {
     return take_transposed(move, begin, step);
   }
   if (move.merge == HaloMerge::kCopy) return move_units<false>(move, begin, step);

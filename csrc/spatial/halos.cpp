@@ -34,14 +34,6 @@ std::vector<int64_t> sizes_with(const at::Tensor& like, int64_t stacked_dim, int
   return sizes;
 }
 
-// A tensor of one row and column, or of one channel, is in both layouts.
-bool has_one_layout(const std::vector<int64_t>& sizes) {
-  if (sizes.size() < 4) return true;  // there is but one
-  int64_t positions = 1;
-  for (size_t dim = 2; dim < sizes.size(); ++dim) positions *= sizes[dim];
-  return sizes[1] > 1 && positions > 1;
-}
-
 at::Tensor make_rows(const at::Tensor& like, const std::vector<int64_t>& sizes, bool zero) {
   at::Tensor rows = at::empty(sizes, like.options(), like.suggest_memory_format());
   return zero ? rows.zero_() : rows;
@@ -88,23 +80,22 @@ Halos::Halos(const std::vector<at::Tensor>& tensors, int64_t stacked_dim, const 
   }
   std::tie(before_.rows, after_.rows) = beside(*plan);
   if (plan->anyone_moves) device_exchange_ = backend::device_exchange_of(cut.group, like_.device());
-  // Who has only pieces in both layouts sends, or expects, one that the other rank may not.
-  const auto tells = [&](int64_t rows) {
+  // Whether some piece with so many rows is in one layout only: else the rank sends, or expects, either.
+  const auto tells_layout = [&](int64_t rows) {
     return std::any_of(stacked.begin(), stacked.end(), [&](const at::Tensor& piece) {
-      return has_one_layout(sizes_with(piece, cut.dim, rows, cut.dim, rows));
+      return leave_slab(piece, cut.dim, rows, cut.dim, rows, 0).layout.matters();
     });
   };
   // A message that brings all rows of a side can stay where it arrives.
   for (size_t message = 0; device_exchange_ && message < plan->receives.size(); ++message) {
-    Side& side = side_of(plan->receives[message]);
-    const auto bytes = leave_slab(like_, cut.dim, side.rows.size(), stacked_dim, along_stack, 0).num_bytes;
-    const auto sizes = sizes_with(like_, stacked_dim, along_stack, cut.dim, side.rows.size());
-    const Interval theirs = owned(cut.extent, cut.group.size, plan->receives[message].peer);
-    const bool in_layout = !has_one_layout(sizes) || (tells(plan->own.size()) && tells(theirs.size()));
-    if (plan->receives[message].rows == side.rows && bytes > 0 && bytes <= device_exchange_->largest_left() &&
-        in_layout) {
-      side.message = static_cast<int>(message);
-    }
+    const PullPlan::Part& part = plan->receives[message];
+    Side& side = side_of(part);
+    if (part.rows != side.rows) continue;
+    const auto left = leave_slab(like_, cut.dim, side.rows.size(), stacked_dim, along_stack, part.peer);
+    if (left.num_bytes == 0 || left.num_bytes > device_exchange_->largest_left()) continue;
+    const int64_t theirs = owned(cut.extent, cut.group.size, part.peer).size();
+    if (left.layout.matters() && !(tells_layout(plan->own.size()) && tells_layout(theirs))) continue;
+    side.message = static_cast<int>(message);
   }
   for (Side* side : {&before_, &after_}) {
     if (side->message >= 0) continue;
