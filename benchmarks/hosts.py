@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import Spread, parser, report, slowest
-from torchtp.namespaces import Hosts
+from torchtp.testing.namespaces import Hosts
 
 SIZES = [1 << 10, 64 << 10, 1 << 20, 25 << 20]
 PLACES = ((2, 2), (3, 1), (1, 1, 1, 1))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtp
 from benchmarks.common import parser, report, run_ranks
-from torchtp.measure import SavedBytes
+from torchtp.planning.measure import SavedBytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from networks import Classifier, ConvNeXt, DisparityNet

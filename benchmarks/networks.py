@@ -31,7 +31,7 @@ import torchtp
 from benchmarks.common import RESULTS, parser, report
 from benchmarks.library_networks import Network, networks, timm_families, timm_network
 from torchtp.dtensor.notice import told_to
-from torchtp.measure import SavedBytes
+from torchtp.planning.measure import SavedBytes
 from torchtp.testing import run_ranks
 
 Row = dict[str, Any]

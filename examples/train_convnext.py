@@ -37,7 +37,7 @@ from tqdm import tqdm
 import torchtp
 from torchtp.flags import positive_int
 from torchtp.host_memory import keep_freed_memory
-from torchtp.measure import SavedBytes, exchanged_bytes
+from torchtp.planning.measure import SavedBytes, exchanged_bytes
 
 NETWORKS = {
     "tiny": ([3, 3, 9, 3], [96, 192, 384, 768]),

@@ -38,7 +38,7 @@ from tqdm import tqdm
 import torchtp
 from torchtp.flags import positive_int
 from torchtp.host_memory import keep_freed_memory
-from torchtp.measure import SavedBytes, exchanged_bytes
+from torchtp.planning.measure import SavedBytes, exchanged_bytes
 
 NETWORKS = {
     "tiny": ([1, 1, 2], [16, 32, 64]),

@@ -33,9 +33,8 @@ from chaos_phases import sum_of, tensor_of
 from forked import served_store, strike_myself
 
 import torchtp  # noqa: F401 (registers the backend)
-from torchtp import namespaces
-from torchtp.namespaces import enter_network
-from torchtp.testing import timeout_scale
+from torchtp.testing import namespaces, timeout_scale
+from torchtp.testing.namespaces import enter_network
 
 PHASES = ("rendezvous", *(body.__name__ for body in chaos_phases.PHASES), "destroy")
 BLOWS = ("kill", "stop", "slow")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtp.namespaces import why_not
+from torchtp.testing.namespaces import why_not
 
 FOLDER = Path(__file__).parent
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtp
-from torchtp import _C, explaining
+from torchtp import _C
 from torchtp.dtensor import notice
-from torchtp.measure import SavedBytes
+from torchtp.planning import explaining
+from torchtp.planning.measure import SavedBytes
 from torchtp.testing import run_ranks
 
 

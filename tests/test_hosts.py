@@ -18,7 +18,7 @@ from training import assert_same_parameters, loss_of, make_images, make_optimize
 
 import torchtp
 from torchtp import _C
-from torchtp.namespaces import Hosts, why_not
+from torchtp.testing.namespaces import Hosts, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 

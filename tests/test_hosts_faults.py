@@ -15,7 +15,7 @@ from test_backend_errors import _error_of
 from test_backend_signals import Impatient, raise_impatience, ticking
 
 from torchtp import testing
-from torchtp.namespaces import Hosts, why_not
+from torchtp.testing.namespaces import Hosts, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 

@@ -8,8 +8,8 @@ import pytest
 from forked import forked, served_store
 from random_programs import run_right, run_until_a_death, run_wrong
 
-from torchtp.namespaces import Hosts, why_not
 from torchtp.testing import run_ranks, timeout_scale
+from torchtp.testing.namespaces import Hosts, why_not
 
 HOSTS = [(2, 1), (2, 2), (1, 1, 1)]
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtp
-from torchtp.dtensor.grid_sample import pulled_window
+from torchtp.dtensor.rules.grid_sample import pulled_window
 from torchtp.testing import run_ranks
 
 _BILINEAR = 0

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtp
-from torchtp.dtensor.fallback import take_custom_ops
+from torchtp.dtensor.rules.fallback import take_custom_ops
 from torchtp.testing import run_ranks
 
 vision = pytest.importorskip("torchvision.ops")

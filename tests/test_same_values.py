@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchtp
-from torchtp.samples import difference, digest_of, samples_of
+from torchtp.parallel.samples import difference, digest_of, samples_of
 from torchtp.testing import run_ranks
 
 LIMIT = 60.0

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import torchtp
-from torchtp import _C, statistics
+from torchtp import _C
+from torchtp.observe import statistics
 from torchtp.testing import run_ranks
 
 

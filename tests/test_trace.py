@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import torchtp
-from torchtp import cli, parting, timeline, trace
+from torchtp import cli, trace
+from torchtp.observe import parting, timeline
 from torchtp.testing import run_ranks
 
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from test_trace import _call, _trace
 
 import torchtp
-from torchtp import _C, cli, parting
+from torchtp import _C, cli
+from torchtp.observe import parting
 from torchtp.testing import run_ranks
 
 

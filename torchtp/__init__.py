@@ -7,12 +7,12 @@ import torchtp.trace as trace
 from torchtp import nn
 from torchtp.backend import monitored_barrier
 from torchtp.dtensor import GatherError, GatherWarning, UncutWarning, strict
-from torchtp.explaining import explain
-from torchtp.explanation import Explanation
 from torchtp.layout import Layout
-from torchtp.leaving import PartWarning
-from torchtp.parallel import no_sync, parallelize
-from torchtp.statistics import Statistics, stats
+from torchtp.observe.statistics import Statistics, stats
+from torchtp.parallel.leaving import PartWarning
+from torchtp.parallel.parallelize import no_sync, parallelize
+from torchtp.planning.explaining import explain
+from torchtp.planning.explanation import Explanation
 
 _backend.register()
 _compile.register()

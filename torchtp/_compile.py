@@ -71,7 +71,9 @@ def leave_eager() -> None:
     eval_frame = torch._C._dynamo.eval_frame
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for name, module in list(sys.modules.items()):
-        if name.startswith(("torchtp.dtensor.", "torchtp.lazy", "torchtp.randomness", "torchtp.leaving")):
+        if name.startswith(
+            ("torchtp.dtensor.", "torchtp.parallel.lazy", "torchtp.parallel.randomness", "torchtp.parallel.leaving")
+        ):
             for value in vars(module).values():
                 for code in _codes_of(value, module.__name__):
                     eval_frame.set_code_exec_strategy(code, skip)

@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 
 import torchtp
 from torchtp import named
-from torchtp.explaining import DIMS
 from torchtp.host_memory import keep_freed_memory
+from torchtp.planning.explaining import DIMS
 from torchtp.tables import as_bytes, as_mesh, as_seconds, table
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 25 << 20)

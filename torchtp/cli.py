@@ -180,7 +180,7 @@ def _argument(text: str) -> tuple[str, Any]:
 
 
 def _show_plan(arguments: argparse.Namespace) -> int:
-    from torchtp.explanation import compared
+    from torchtp.planning.explanation import compared
 
     try:
         told = plan(
@@ -246,7 +246,7 @@ def _show_bench(arguments: argparse.Namespace) -> int:
 
 
 def _show_trace(arguments: argparse.Namespace) -> int:
-    from torchtp import parting
+    from torchtp.observe import parting
 
     try:
         partings = parting.read(arguments.file)
@@ -258,7 +258,7 @@ def _show_trace(arguments: argparse.Namespace) -> int:
 
 
 def _write_timeline(arguments: argparse.Namespace) -> int:
-    from torchtp import timeline
+    from torchtp.observe import timeline
 
     try:
         drawn = timeline.read(arguments.file)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtp._compile import eagerly
-from torchtp.agreement import Agreement, Call
 from torchtp.dtensor import mark
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.whole import Cut, dense_format, told_format
 from torchtp.dtensor.wrapping import from_part, tells_order
+from torchtp.parallel.agreement import Agreement, Call
 
 
 class Layout:

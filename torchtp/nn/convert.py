@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from torchtp import equality
 from torchtp.layout import Layout, check_types
+from torchtp.parallel import equality
 
 Module = TypeVar("Module", bound=nn.Module)
 

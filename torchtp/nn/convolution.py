@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtp import lazy
 from torchtp.dtensor.cut import axes_of, owned
 from torchtp.dtensor.spatial import local_part
 from torchtp.dtensor.wrapping import from_part
 from torchtp.nn.padding import CutDim, padded_rows
+from torchtp.parallel import lazy
 
 
 class _PaddedConvolution(nn.modules.conv._ConvNd):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtp import lazy
 from torchtp.dtensor.cut import cut_of
 from torchtp.dtensor.spatial import local_part
 from torchtp.dtensor.wrapping import from_part
 from torchtp.nn.convolution import as_under_autocast
+from torchtp.parallel import lazy
 
 Pair = int | Sequence[int]
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchtp import lazy
 from torchtp.dtensor.wrapping import from_part
+from torchtp.parallel import lazy
 
 
 class LayerScale(nn.Module):

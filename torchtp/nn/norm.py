@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtp import lazy
 from torchtp.dtensor.spatial import local_part
 from torchtp.dtensor.wrapping import from_part
-from torchtp.running import running
+from torchtp.parallel import lazy
+from torchtp.parallel.running import running
 
 
 class _Norm(nn.Module):

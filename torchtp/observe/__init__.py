@@ -1,0 +1,1 @@
+"""What ranks did and what it cost: counts and times of calls, traces side by side, timelines."""
