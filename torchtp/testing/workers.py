@@ -193,7 +193,7 @@ def _fork_on_demand(fd: int) -> None:
         try:
             what, argument = connection.recv()
         except (EOFError, OSError):
-            return
+            os._exit(0)  # taking down all that torch has imported would take seconds, for which who started us waits
         if what == "status":
             connection.send(os.waitstatus_to_exitcode(os.waitpid(argument, 0)[1]))
             continue

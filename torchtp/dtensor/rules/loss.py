@@ -15,7 +15,7 @@ from torchtp.dtensor.rules.counting import Counted
 from torchtp.dtensor.rules.fallback import has_strided_shard, unruled
 from torchtp.dtensor.rules.pointwise import aligned, broadcast_shapes, common_placements, pointwise
 from torchtp.dtensor.rules.reduction import wide
-from torchtp.dtensor.sharing import hand_out
+from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
     DeviceMesh,
@@ -131,14 +131,7 @@ def _logits(op: Op, logits: Any, target: Any, mesh: DeviceMesh) -> tuple[torch.T
     else:
         placements = tuple(p if plain_shard(p) and p.dim != 1 else Replicate() for p in spec_of(lead).placements)
     for_target = _for_target(placements)
-    return _cut(logits, mesh, placements), _cut(target, mesh, for_target), placements
-
-
-def _cut(tensor: Any, mesh: DeviceMesh, placements: tuple[Any, ...]) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        hand_out(tensor)
-        return cut_locally(tensor, mesh, placements)
-    return redistributed(local_of(tensor), spec_of(tensor), placements)
+    return local_as(logits, mesh, placements), local_as(target, mesh, for_target), placements
 
 
 @composite_rule("one_hot")
@@ -269,7 +262,7 @@ def nll_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     weight, total = _whole(weight), _whole(total)
     if reduction == _NONE:
         for_target = _for_target(placements)
-        grad = _cut(grad, mesh, for_target)
+        grad = local_as(grad, mesh, for_target)
     else:
         grad = _whole(grad)
         if reduction == _MEAN:
