@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 import torchtp
 from torchtp.parallel.lazy import Lazy
-from torchtp.parallel.parallelize import is_parallelized
+from torchtp.parallel.root import is_parallelized
 from torchtp.testing import run_ranks
 
 SHAPE = (2, 4, 5, 7)
@@ -327,7 +327,7 @@ def _parametrizations_are_removed():
         for module, name in ((each.conv, "weight"), (each.conv, "bias"), (each.linear, "weight"), (each, "gamma")):
             parametrize.remove_parametrizations(module, name)
     assert type(model.conv).__name__ == "Conv2d" and isinstance(model.conv, nn.Conv2d)
-    assert torchtp.parallel.parallelize.is_parallelized(model)
+    assert torchtp.parallel.root.is_parallelized(model)
     assert list(model.state_dict()) == list(single.state_dict())
     for name, value in single.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)

@@ -221,11 +221,7 @@ class Nested(nn.Module):
 
     def forward(self, pair, *, options, scale, time=None):
         left, right = pair["left"], pair["right"]
-        assert (
-            isinstance(left, DTensor)
-            == isinstance(right, DTensor)
-            == isinstance(self, torchtp.parallel.parallelize._Root)
-        )
+        assert isinstance(left, DTensor) == isinstance(right, DTensor) == isinstance(self, torchtp.parallel.root.Root)
         assert not isinstance(time, DTensor)
         out = self.conv(left) - self.conv(right) * scale + time.view(-1, 1, 1, 1)
         return {"maps": [out, out * 2], "options": options}

@@ -1,6 +1,9 @@
 """parallelize: parameters and parts of a module that are replaced or added, before and while it is trained."""
 
 import copy
+import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -117,6 +120,12 @@ class Specialised(nn.Module):
         return x * self.gain
 
 
+def _delete(module, x):
+    """Its only call takes it away."""
+    del module.forward
+    return type(module).forward(module, x)
+
+
 def _puts_another_forward_in_its_place():
     layout = make_layout({"w": 2})
     single, model = Specialised(), torchtp.parallelize(Specialised(), layout)
@@ -127,7 +136,28 @@ def _puts_another_forward_in_its_place():
         assert each.num_looks == 1
         del each.forward
         torch.testing.assert_close(whole(each(image)), image)
+        del each.forward
+        each.forward = functools.partial(_delete, each)
+        torch.testing.assert_close(whole(each(image)), image)
 
 
 def test_a_forward_may_put_another_in_its_place():
     run_ranks(_puts_another_forward_in_its_place, 2)
+
+
+def _dropped():
+    import torch._dynamo  # noqa: F401  (as optimizers do)
+
+    model = torchtp.parallelize(make_network("convnext"), make_layout({"w": 2}))
+    loss_of(model(make_images(0, 1))).backward()
+    seen = [weakref.ref(model), weakref.ref(model._torchtp)]
+    gc.disable()
+    try:
+        del model
+        return [each() is None for each in seen]
+    finally:
+        gc.enable()
+
+
+def test_what_the_program_drops_is_gone_at_once():
+    assert run_ranks(_dropped, 2) == [[True, True]] * 2

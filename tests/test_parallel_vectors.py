@@ -141,7 +141,7 @@ class TokensFirst(nn.Module):
         self.conv = nn.Conv2d(2, 4, 3, padding=1)
 
     def forward(self, tokens, x):
-        cut = isinstance(self, torchtp.parallel.parallelize._Root)
+        cut = isinstance(self, torchtp.parallel.root.Root)
         assert isinstance(x, DTensor) == cut and not isinstance(tokens, DTensor)
         return self.conv(x) * tokens.mean(1)[:, :, None, None]
 

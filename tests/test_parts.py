@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import make_layout
 from test_models import whole
@@ -266,3 +267,40 @@ def test_parts_that_are_gone_are_forgotten():
     for remembered, right in run_ranks(write_often, 2, backend="torchtp"):
         assert remembered <= 64
         assert right
+
+
+def keep_on_one_rank():
+    layout = make_layout({"w": 2})
+    x = torch.arange(16.0).view(1, 1, 2, 8)
+    y, kept = layout.shard(x), []
+    for _ in range(70):
+        part = y[..., 3:7]
+        if dist.get_rank() == 0 and len(kept) < 10:
+            kept.append(part)
+    y.add_(1)
+    return [torch.equal(layout.full(y), x + 1), torch.equal(layout.full(y[..., 1:5]), x[..., 1:5] + 1)]
+
+
+def test_parts_that_one_rank_alone_has_kept_part_no_ranks():
+    assert run_ranks(keep_on_one_rank, 2, backend="torchtp") == [[True, True]] * 2
+
+
+class Looked(nn.Module):
+    def forward(self, x):
+        canvas = torch.zeros(1, 2, 4, 8)
+        self.seen = canvas[0, 0] if dist.get_rank() == 0 else None  # to plot it
+        canvas[:, :1] = x
+        canvas[:, 1:] = 2 * x
+        return F.avg_pool2d(canvas, 3, 1, 1)
+
+
+def look_on_one_rank():
+    layout = make_layout({"w": 2})
+    x = torch.arange(32.0).view(1, 1, 4, 8)
+    output = torchtp.parallelize(Looked(), layout)(x)
+    return torch.allclose(layout.full(output), F.avg_pool2d(torch.cat([x, 2 * x], 1), 3, 1, 1))
+
+
+@pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
+def test_what_one_rank_alone_looks_at_parts_no_ranks():
+    assert run_ranks(look_on_one_rank, 2, backend="torchtp") == [True, True]

@@ -73,6 +73,16 @@ def _part_of_out(x):
     return part.clone(), flat.clone()
 
 
+def _out_upstream(x):
+    """Into a part, and into what has one."""
+    y = x.clone()
+    torch.exp(x[..., 0:3], out=y[..., 4:7])
+    z = torch.zeros_like(x)
+    part = z[..., 1:4]
+    torch.sigmoid(x, out=z)
+    return y, z, part
+
+
 LOCAL = {
     "lists": _lists,
     "a list of parts": _list_of_parts,
@@ -84,6 +94,7 @@ LOCAL = {
     "Adam, foreach": lambda x: _stepped(x, torch.optim.Adam, foreach=True),
     "AdamW, foreach": lambda x: _stepped(x, torch.optim.AdamW, foreach=True, amsgrad=True),
     "RMSprop, foreach": lambda x: _stepped(x, torch.optim.RMSprop, foreach=True),
+    "out of an op that upstream does": _out_upstream,
 }
 GATHERED = {
     "AdamW, fused": lambda x: _stepped(x, torch.optim.AdamW, fused=True),

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtp.dtensor.upstream import DTensor, DTensorSpec, local_of, make_dtensor, spec_of
+from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, DTensorSpec, local_of, make_dtensor, spec_of
 
 Take = Callable[[DTensor], DTensor]  # whole -> part
 Put = Callable[[DTensor, DTensor], None]  # (part, whole): writes the part's elements into the whole
 
 _ATTRIBUTE = "_torchtp_memory"
 _KEPT = "_torchtp_whole"
-_FORGET_FROM = 64  # parts of one memory from which on those that are gone are forgotten
+_FORGET_FROM = 64  # parts of one memory from which on those that are gone on all ranks are forgotten
 
 
 @dataclass(eq=False)
@@ -29,7 +30,8 @@ class _Memory:
 
     storage: StorageWeakRef
     whole: _Link | None = None  # what this memory is a part of
-    parts: list[_Link] = field(default_factory=list)
+    parts: list[_Link] = field(default_factory=list)  # the same ones on all ranks
+    forget_from: int = _FORGET_FROM
     num_writes: int = 0
 
 
@@ -71,14 +73,26 @@ def linked(whole: DTensor, part: DTensor, take: Take, put: Put) -> DTensor:
     """
     from_place, to_place = _place(whole), _place(part)
     link = _Link(from_place, to_place, take, put)
-    parts = from_place.memory.parts
-    if len(parts) >= _FORGET_FROM:
-        parts[:] = [each for each in parts if not each.part.memory.storage.expired()]
-    parts.append(link)
+    if len(from_place.memory.parts) >= from_place.memory.forget_from:
+        _forget(from_place.memory, from_place.spec.mesh, from_place.device)
+    from_place.memory.parts.append(link)
     to_place.memory.whole = link
     # As a view keeps what it is a view of; in inference mode nothing else does, and the next whole is reached through it.
     setattr(local_of(part).untyped_storage(), _KEPT, local_of(whole).untyped_storage())
     return part
+
+
+def _forget(memory: _Memory, mesh: DeviceMesh, device: torch.device) -> None:
+    """Forget parts that are gone on all ranks; one that a rank has kept the others take along with it.
+
+    Seldom, if most are kept: the ranks ask each other.
+    """
+    gone = [each.part.memory.storage.expired() for each in memory.parts]
+    if device.type != "meta":
+        asked = torch.tensor(gone, dtype=torch.float32, device=device)
+        gone = [bool(each) for each in all_reduced(asked, mesh, list(range(mesh.ndim)), "min").tolist()]
+    memory.parts[:] = [each for each, is_gone in zip(memory.parts, gone, strict=True) if not is_gone]
+    memory.forget_from = max(_FORGET_FROM, 2 * len(memory.parts))
 
 
 def linked_by_way(

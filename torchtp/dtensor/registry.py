@@ -190,8 +190,11 @@ def install_spatial_rules(otherwise: Handler, left: tuple[str, ...], takes: Call
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and name not in RULES:
             handler = SPATIAL_RULES.get(name)
-            if handler is None and name[6:].split(".")[0] in left:
-                continue
+            packet, _, overload = name[6:].partition(".")
+            if handler is None and packet in left:
+                if not _gives_out(packet, overload or "default"):
+                    continue
+                handler = passthrough  # to tell the parts of what it has written
             install(name, handler or otherwise)
 
 

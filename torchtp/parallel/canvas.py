@@ -18,9 +18,10 @@ from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import Placements, cut_locally
+from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.registry import words
 from torchtp.dtensor.spatial import is_spatial, on_first_mark
-from torchtp.dtensor.upstream import Partial, Placement, Replicate, Shard, plain_shard, spec_of
+from torchtp.dtensor.upstream import Partial, Placement, Replicate, Shard, local_of, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 from torchtp.parallel.running import is_running, writes, written_now
 
@@ -84,7 +85,7 @@ def _cut_by(target: Any, index: Any, value: Any) -> None:
     if target._born is not written_now() or not is_running():  # type: ignore[attr-defined]
         return
     placements = _placements(target, index, value)
-    if placements is None or not _is_alone(target):
+    if placements is None or not _is_alone_everywhere(target, value):
         return
     with torch.no_grad():
         mesh = value.device_mesh
@@ -92,6 +93,14 @@ def _cut_by(target: Any, index: Any, value: Any) -> None:
         cut = wrap(part, mesh, placements, target.shape)
     del target._born  # type: ignore[attr-defined]
     torch.utils.swap_tensors(target, cut)
+
+
+def _is_alone_everywhere(target: Canvas, value: DTensor) -> bool:
+    """Whether it is so on all ranks, which go the same way: one alone may have kept a view, to plot it."""
+    alone, device, mesh = _is_alone(target), local_of(value).device, value.device_mesh
+    if device.type == "meta":
+        return alone
+    return bool(all_reduced(torch.tensor(float(alone), device=device), mesh, list(range(mesh.ndim)), "min"))
 
 
 def _is_alone(target: Canvas) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import sys
 import weakref
@@ -30,7 +29,8 @@ from torchtp.parallel.comparisons import Comparisons, is_due
 from torchtp.parallel.composition import Composition
 from torchtp.parallel.equality import Written, make_equal, tensors_of
 from torchtp.parallel.images import Images, Output, is_image
-from torchtp.parallel.refusals import refuse_ended, refuse_script, refuse_transforms
+from torchtp.parallel.refusals import refuse_ended, refuse_transforms
+from torchtp.parallel.root import STATE, is_parallelized, root_class
 from torchtp.parallel.running import is_inside, running
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -75,18 +75,13 @@ def parallelize(
     state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
     for part in module.modules():
         if is_parallelized(part):
-            getattr(part, _STATE).hand_over(state)
+            getattr(part, STATE).hand_over(state)
     state.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
     state.forward = module.__dict__.pop("forward", None)
-    object.__setattr__(module, _STATE, state)
-    lazy.reclass(module, _root)
+    object.__setattr__(module, STATE, state)
+    lazy.reclass(module, root_class)
     state.await_gradients(module)
     return module
-
-
-def is_parallelized(module: nn.Module) -> bool:
-    """Whether `parallelize` was called on this very module."""
-    return isinstance(module, _Root) and _STATE in module.__dict__
 
 
 @contextlib.contextmanager
@@ -100,14 +95,13 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         raise ValueError("torchtp.no_sync takes a module that torchtp.parallelize was called on")
     with contextlib.ExitStack() as stack:
         for part in parts:
-            reducer = getattr(part, _STATE).reducer(part)
+            reducer = getattr(part, STATE).reducer(part)
             if reducer is not None:
                 reducer.prepare()  # what is trained inside may go past forward
                 stack.enter_context(reducer.no_sync())
         yield
 
 
-_STATE = "_torchtp"
 _WHERE_TO_RENEW = "the next forward must be in training mode and outside of torchtp.no_sync, where all ranks take it up"
 
 
@@ -131,6 +125,7 @@ class _State:
         self._said_uncut = False
         self._comparisons = Comparisons(layout)
         self.forward: Any = None  # what was put in the place of the class's own, on this module alone
+        self.under_way: Any = None  # the same while it runs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         copied = _State(self.layout, self._output, self._reduces)  # the copy reduces its own gradients
@@ -150,8 +145,8 @@ class _State:
         if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
             return self.run(*arguments)
         if self._eager is None:
-            self._eager = torch.compiler.disable(self._run_eagerly)
-        return self._eager(*arguments)
+            self._eager = torch.compiler.disable(_State._run_eagerly)  # of a bound method it would hold itself
+        return self._eager(self, *arguments)
 
     def _run_eagerly(self, *arguments: Any) -> Any:
         leave_eager()
@@ -306,9 +301,9 @@ class _State:
         return ""
 
     def _parts_of(self, module: nn.Module) -> list[nn.Module]:
-        if self._parts is None:
-            self._parts = list(module.modules())
-        return self._parts
+        if self._parts is None:  # without itself, or it would not be gone when the program drops it
+            self._parts = [part for part in module.modules() if part is not module]
+        return [module, *self._parts]
 
 
 def _mode(module: nn.Module, averages: str, device_type: str) -> str:
@@ -337,64 +332,3 @@ def _averages(reducer: GradientReducer | None) -> str:
 
 
 _averaging: weakref.WeakSet[_State] = weakref.WeakSet()  # those that have a reducer
-
-
-class _Root(lazy.Remade):
-    """Marks the class of a parallelized module."""
-
-    __slots__ = ()
-
-
-def _root(base: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(base.__init__)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)
-        if type(self) is made:  # another one, made by this one's type: a teacher, a slice of a Sequential
-            self.__class__ = lazy.origin_of(made)
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State | None = self.__dict__.get(_STATE)
-        if state is None:  # of a class that was made from this one's type
-            return base.forward(self, *args, **kwargs)
-        own, state.forward = state.forward, None  # which may call this one
-        try:
-            return state.call(self, own or functools.partial(base.forward, self), args, kwargs)
-        finally:
-            if state.forward is None:  # else this call has put another in its place
-                state.forward = own
-
-    def apply_to_all(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        applied = base._apply(self, *args, **kwargs)
-        if is_parallelized(self):
-            getattr(self, _STATE).parameters_changed()
-        return applied
-
-    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        if name == "forward" and is_parallelized(self):
-            getattr(self, _STATE).forward = value
-        else:
-            base.__setattr__(self, name, value)
-
-    def delete_attribute(self: nn.Module, name: str) -> None:
-        if name == "forward" and is_parallelized(self) and getattr(self, _STATE).forward is not None:
-            getattr(self, _STATE).forward = None
-        else:
-            base.__delattr__(self, name)
-
-    def set_state(self: nn.Module, state: Any) -> None:
-        base.__setstate__(self, state)
-        if is_parallelized(self):
-            getattr(self, _STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
-
-    members = {
-        "forward": forward,
-        "_apply": apply_to_all,
-        "__setattr__": set_attribute,
-        "__delattr__": delete_attribute,
-        "__setstate__": set_state,
-        "__init__": initialize,
-        "__prepare_scriptable__": lambda self: refuse_script(),
-    }
-    made = lazy.remade(base, (_Root,), members, _root)
-    return made

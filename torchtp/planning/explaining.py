@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtp.parallel.parallelize import is_parallelized
+from torchtp.parallel.root import is_parallelized
 from torchtp.planning.explanation import Collective, EmptyParts, Exchange, Explanation, Gather, RankCost
 from torchtp.planning.rehearsal import Counts, Place, rehearse, without_data
 

@@ -81,7 +81,9 @@ def _largest_of_all(
 def adaptive_max_pool(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output and its indices, flat ones of the whole image, are whole on every rank of the cut axes."""
     input, sizes = bound(op, args, kwargs)
-    if not is_cut(input) or input.dim() != len(sizes) + 2 or min(sizes) < 1:  # of no bin or less, as one device has it
+    # Of no bin or less, or what is not ordered, as one device has it.
+    fits = min(sizes) > 0 and not input.is_complex() and input.dtype is not torch.bool
+    if not is_cut(input) or input.dim() != len(sizes) + 2 or not fits:
         return unruled(op, args, kwargs)
     local, mesh, placements = arrange(op, input, any_dim)
     cut = cut_of(mesh, placements, input.shape)

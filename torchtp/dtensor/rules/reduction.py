@@ -187,7 +187,7 @@ _LOWEST = {"max": "min", "min": "max"}
 def _extreme(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], which: str) -> Any:
     named = named_arguments(op, args, kwargs)
     tensor, keepdim = named["self"], bool(named.get("keepdim"))
-    if not taken(tensor):
+    if not taken(tensor) or tensor.is_complex():  # which a rank without elements would not refuse
         return unruled(op, args, kwargs)
     to = Reduced(tensor, named.get("dim"), keepdim)
     local = to.local
