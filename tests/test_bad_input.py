@@ -376,3 +376,20 @@ def _after_an_outer_one():
 
 def test_gradients_are_averaged_when_an_outer_module_is_gone():
     run_ranks(_after_an_outer_one, 2, timeout=LIMIT)
+
+
+def _freeze_as_many():
+    model = torchtp.parallelize(nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(4))), make_layout({"w": 2}))
+    x = torch.rand(1, 2, 12, 12)
+    for _ in range(2):  # the next forward compares no values
+        model(x).sum().backward()
+    for index in (0, 1 + dist.get_rank(), 3):
+        model[index].requires_grad_(False)
+    with pytest.raises(ValueError) as caught:
+        model(x)
+    return str(caught.value)
+
+
+def test_as_many_frozen_parameters_that_are_others():
+    first, second = run_ranks(_freeze_as_many, 2, timeout=LIMIT)
+    assert first == second and "frozen ('0.weight' to '0.bias', '2.weight' to '3.bias')" in first

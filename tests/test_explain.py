@@ -338,3 +338,14 @@ def test_a_strip_is_moved_and_the_image_stays_cut():
     told = torchtp.explain(CrossedStrip(), (2, 3, 32, 32), {"h": 2, "w": 2})
     assert {tuple(gather.shape) for gather in told.gathers} == {(2, 8, 1, 32)}
     assert told.share < 0.3
+
+
+def _with_process_groups():
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4), nn.ReLU()
+    plain = nn.Sequential(layers[0], nn.BatchNorm2d(4), layers[2])
+    mine, theirs = (torchtp.explain(each, (1, 3, 8, 8), {"w": 2}) for each in (nn.Sequential(*layers), plain))
+    assert str(mine) == str(theirs)
+
+
+def test_a_synchronized_norm_in_a_job_that_runs():
+    run_ranks(_with_process_groups, 2)

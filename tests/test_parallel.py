@@ -210,6 +210,18 @@ def _transformed():
         torch.export.export(model, (images,), strict=False)
 
 
+def _traced():
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 2, 3)), make_layout({"w": 2}))
+    with pytest.raises(RuntimeError, match="torch.fx.symbolic_trace can't see through"):
+        torch.fx.symbolic_trace(model)
+    made = {"output": model(torch.rand(1, 2, 8, 8))}
+    exec("made = output.full_tensor()", made)
+
+
+def test_tracing_is_refused_and_code_without_a_module_goes_on():
+    run_ranks(_traced, 2)
+
+
 def test_transforms_are_refused():
     run_ranks(_transformed, 2)
 

@@ -275,3 +275,26 @@ def _differentiate_thrice(axes):
 @pytest.mark.parametrize("axes", LAYOUTS[:2], ids=str)
 def test_third_derivatives(axes):
     run_ranks(_differentiate_thrice, 4 if "h" in axes else 2, axes)
+
+
+def _own_beside_others(stand_in):
+    layout, single, model = _networks({"dp": 2, "w": 2}, output="full")
+    for step in range(3):
+        for network in (single, model):
+            network.zero_grad()
+            weight = network.head.weight.detach() + 0.1
+            others = {"head.weight": nn.Parameter(weight) if stand_in == "a parameter" else weight.requires_grad_()}
+            losses = []
+            for data_rank in [layout.data_rank] if network is model else [0, 1]:
+                torch.manual_seed(100 + 7 * step + data_rank)
+                images = torch.randn(2, 3, 9, 11, dtype=torch.float64)
+                own = _loss(network(images)) if step > 0 else 0.0
+                losses.append(own + _loss(functional_call(network, others, (images,))))
+            (sum(losses) / len(losses)).backward()
+        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stand_in", ["a parameter", "a tensor"])
+def test_own_parameters_are_averaged_whatever_stands_in_for_others(stand_in):
+    run_ranks(_own_beside_others, 4, stand_in)

@@ -161,3 +161,98 @@ def _dropped():
 
 def test_what_the_program_drops_is_gone_at_once():
     assert run_ranks(_dropped, 2) == [[True, True]] * 2
+
+
+class Fourier(nn.Module):
+    """A part that has a buffer alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("waves", torch.randn(3, 3, 1, 1, dtype=torch.float64))
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.waves).sin()
+
+
+def _untrained_at_first():
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)).double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+
+    def step(index):
+        images = make_images(index, 2)
+        for each, mine in ((single, images), (model, images[layout.data_rank : layout.data_rank + 1])):
+            each.zero_grad()
+            loss_of(each(mine)).backward()
+
+    step(0)
+    for make in (lambda: Fourier(), lambda: nn.Conv2d(3, 3, 1).double().requires_grad_(False)):
+        for each in (single, model):
+            torch.manual_seed(8 + (layout.group.rank() if each is model else 0))
+            each.append(make())
+        step(1)
+    for each in (single, model):
+        each.requires_grad_(True)
+    step(2)
+    assert_same_parameters(model, single)
+    assert_same_gradients(model, single)
+
+
+def test_parts_that_are_frozen_when_they_are_added_are_broadcast_and_may_be_thawed():
+    run_ranks(_untrained_at_first, 4)
+
+
+def _added_without_averaging():
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 3, 3)).double(), make_layout({"w": 2}), reduce=False)
+    loss_of(model(make_images(0, 1))).backward()
+    model.append(nn.SyncBatchNorm(3).double())
+    loss_of(model(make_images(0, 1))).backward()
+
+
+def test_parts_may_be_added_where_others_average():
+    run_ranks(_added_without_averaging, 2)
+
+
+def _are_let_go():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 1)).double()
+    torchtp.parallelize(model, make_layout({"w": 2}))
+    old = [weakref.ref(parameter) for parameter in model.parameters()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with torch.no_grad():
+        model(make_images(0, 1))
+    assert [each() for each in old] == [None] * 4
+    loss_of(model(make_images(0, 1))).backward()
+    removed = weakref.ref(model[1].weight)
+    model[1] = nn.Identity()
+    loss_of(model(make_images(0, 1))).backward()
+    gc.collect()
+    assert removed() is None
+
+
+def test_parameters_that_were_replaced_or_taken_away_are_let_go():
+    run_ranks(_are_let_go, 2)
+
+
+class Follows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 2, 3))
+        return x
+
+
+@torch.no_grad()
+def _added_without_gradients():
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 3, 3)).double(), make_layout({"w": 2}))
+    model(make_images(0, 1))
+    model.append(Follows())
+    model(make_images(0, 1))
+    assert type(model[1].mean) is torch.Tensor
+
+
+def test_parts_may_be_added_between_forwards_without_gradients():
+    run_ranks(_added_without_gradients, 2)

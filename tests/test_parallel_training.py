@@ -176,10 +176,12 @@ def _outer_after_inner(trained):
     if trained:
         loss_of(models[0].encoder(make_images(0, 1))).backward()
     torchtp.parallelize(models[0], layout)
+    if trained == "of a copy":
+        models = copy.deepcopy(models)
     _train_heads(single, models, layout)
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [False, True, "of a copy"])
 def test_a_module_around_a_parallelized_one_averages_for_both(trained):
     run_ranks(_outer_after_inner, 4, trained)
 

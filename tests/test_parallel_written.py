@@ -127,3 +127,61 @@ def _assert_alike(tensor):
 )
 def test_what_a_forward_writes_is_alike_on_all_data_ranks(kind, way, first):
     run_ranks(_train, 4, kind, way, first)
+
+
+class Table(nn.Module):
+    """Keeps places for the size of its last images."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.gain = way, nn.Parameter(torch.ones(()))
+        self.register_buffer("places", None, persistent=False)
+
+    def forward(self, x):
+        height, width = x.shape[-2:]
+        if self.places is None or self.places.shape[-2:] != x.shape[-2:]:
+            if self.way == "like the image":
+                self.places = torch.ones_like(x[:1, :1])
+            elif self.way == "made":
+                self.places = torch.ones(1, height, width, dtype=x.dtype)
+            else:
+                self.places = torch.arange(width, dtype=x.dtype).expand(1, height, width).contiguous()
+        return self.gain * (x + self.places)
+
+
+def _of_other_sizes(way):
+    layout = make_layout({"dp": 2, "w": 2})
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), Table(way)).double()
+    model = torchtp.parallelize(copy.deepcopy(single), layout)
+    images = [torch.randn(1, 2, 7 + data_rank, 9, dtype=torch.float64) for data_rank in range(2)]
+    with torch.no_grad():
+        model.eval()(images[layout.data_rank])
+    model.train()
+    for _ in range(2):
+        for each in (single, model):
+            each.zero_grad()
+        sum(single(each).square().mean() / 2 for each in images).backward()
+        model(images[layout.data_rank]).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("way", ["like the image", "made", "of numbers"])
+def test_tables_for_the_sizes_of_a_data_rank_s_images_are_its_own(way):
+    run_ranks(_of_other_sizes, 4, way)
+
+
+def _fails():
+    layout = make_layout({"w": 2})
+    model = torchtp.parallelize(_make("codebook", "replaced"), layout)
+    model(_images(0, 0))
+    before = model[1].means.clone()
+    with model[3].register_forward_pre_hook(lambda *call: 1 / 0), pytest.raises(ZeroDivisionError):
+        model(_images(1, 0))
+    assert type(model[1].means) is torch.Tensor
+    torch.testing.assert_close(model[1].means, before)
+
+
+def test_buffers_are_plain_after_a_forward_that_failed():
+    run_ranks(_fails, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +113,13 @@ class GradientReducer:
     def syncs(self) -> bool:
         """False inside `no_sync`."""
         return self._reducer.sync
+
+    @property
+    def frozen(self) -> list[list[str]]:
+        """Names of the parameters that are not trained now: runs of those that follow one another."""
+        named = zip(self.names, self.parameters, strict=True)
+        runs = itertools.groupby(named, lambda one: one[1].requires_grad)
+        return [[name for name, _ in run] for is_trained, run in runs if not is_trained]
 
     def reduce_every(self, num_backwards: int) -> None:
         """Only every n-th backward reduces from now on; those between accumulate, as under `no_sync`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtp.gradients import broadcast_parameters
 from torchtp.layout import Layout
@@ -33,29 +34,38 @@ class Written:
                 name for name, tensor in tensors_of(module) if tensor.untyped_storage().data_ptr() in addresses
             )
 
-    def digest(self) -> int:
-        """What ranks that wrote the same have alike; 0 where nothing was written."""
-        return digest(repr(sorted(self._names)).encode()) if self._names else 0
+    def digest(self, module: nn.Module, newcomers: Collection[str] = ()) -> int:
+        """What ranks that wrote the same, or have the same newcomers, have alike; 0 where there is nothing of both."""
+        self._names.update(newcomers)
+        if not self._names:
+            return 0
+        return digest(repr([_fact(*one) for one in tensors_of(module) if one[0] in self._names]).encode())
 
     def settle(self, module: nn.Module, digests: Sequence[int]) -> None:
         """Overwrite what was written by what the first rank of the group has. Collective where one of `digests`, of all ranks, is not 0."""
         if not any(digests):
             return
-        alike = all(one == digests[0] for one in digests)
         # Past autograd's versions: a backward of the forward that wrote may still be to come.
-        named = [(name, tensor.data) for name, tensor in tensors_of(module) if not alike or name in self._names]
-        self._names.clear()
-        _overwrite(named, self._layout)
+        named = [(name, tensor.data) for name, tensor in tensors_of(module)]
+        names, self._names = self._names, set()
+        if any(one != digests[0] for one in digests):
+            named, names = _alike(named, names, self._layout)
+        _overwrite([one for one in named if one[0] in names], self._layout)
 
 
 def make_equal(
-    module: nn.Module, layout: Layout, known: Collection[int] = (), complaint: str = "", options: str = ""
+    module: nn.Module,
+    layout: Layout,
+    known: Container[torch.Tensor] | None = None,
+    complaint: str = "",
+    options: str = "",
 ) -> None:
-    """Broadcast parameters and buffers, but those of `known` ids, from the first rank of `layout.group`.
+    """Broadcast parameters and buffers, but those that are `known`, from the first rank of `layout.group`.
 
     Raises ValueError on all ranks if names, shapes, dtypes or `options` differ or a tensor is off the mesh's devices.
+    Buffers may differ where some are `known`: forwards have made them since, tables for the sizes of a rank's images.
     """
-    named = [(name, tensor) for name, tensor in tensors_of(module) if id(tensor) not in known]
+    named = [(name, tensor) for name, tensor in tensors_of(module) if known is None or tensor not in known]
     for name, tensor in named:
         if is_lazy(tensor):
             complaint, named = f"{name} has no shape yet: call the module once before torchtp.parallelize", []
@@ -69,14 +79,42 @@ def make_equal(
         ),
         "",
     )
-    described = [(name, tensor.shape, tensor.dtype) for name, tensor in named]
+    compared = named if known is None else [one for one in named if isinstance(one[1], nn.Parameter)]
+    described = [(name, tensor.shape, tensor.dtype) for name, tensor in compared]
     layout.agreement.check_modules([(repr(layout) + options, torch.Size(), None), *described], complaint)
-    _overwrite(named, layout)
+    _overwrite(named if known is None else _alike(named, set(), layout)[0], layout)
+
+
+def _alike(
+    named: list[tuple[str, torch.Tensor]], names: set[str], layout: Layout
+) -> tuple[list[tuple[str, torch.Tensor]], set[str]]:
+    """The tensors that all ranks have in one shape and dtype, and the names that any rank gives. Collective."""
+    if layout.group.size() == 1 or dist.get_backend(layout.group) == "fake":
+        return named, names
+    facts = [_fact(*one) for one in named]
+    told: list[tuple[list[str], list[str]]] = [([], [])] * layout.group.size()
+    dist.all_gather_object(told, (facts, sorted(names)), group=layout.group)
+    common = set(facts).intersection(*(theirs for theirs, _ in told))
+    alike = [one for one, fact in zip(named, facts, strict=True) if fact in common]
+    # By name: forwards may have made them in another order.
+    return sorted(alike, key=lambda one: one[0]), {name for _, theirs in told for name in theirs}
+
+
+def _fact(name: str, tensor: torch.Tensor) -> str:
+    return repr((name, tuple(tensor.shape), str(tensor.dtype)))
 
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], layout: Layout) -> None:
     if named and layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
         broadcast_parameters(named, layout.group)
+
+
+def weakly(tensors: Iterable[torch.Tensor]) -> WeakTensorKeyDictionary:
+    """The tensors as keys, as long as they live."""
+    kept = WeakTensorKeyDictionary()
+    for tensor in tensors:
+        kept[tensor] = None
+    return kept
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

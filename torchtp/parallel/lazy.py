@@ -156,6 +156,26 @@ def settle_buffers(modules: Iterable[nn.Module]) -> set[int]:
     return addresses(replaced)
 
 
+@contextlib.contextmanager
+def given_back_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Around a forward: where it raises, buffers that only `settle_buffers` would make plain are those of before.
+
+    Other ranks may have raised elsewhere, so that nothing can be gathered.
+    """
+    before = [(part._buffers, dict(part._buffers.items())) for part in modules if part._buffers]
+    try:
+        yield
+    except BaseException:
+        for table, buffers in before:
+            for name, buffer in list(table.items()):
+                if isinstance(buffer, (Lazy, DTensor, Canvas)):
+                    if name in buffers:
+                        table[name] = buffers[name]
+                    else:
+                        del table[name]
+        raise
+
+
 def unwrap(value: Any) -> Any:
     """Lazy tensors and canvases as plain ones, everywhere in a nested value."""
     return pytree.tree_map(lambda leaf: plainly(_unlazy(leaf)), value)

@@ -31,7 +31,7 @@ def _is_recorded(tensor: DTensor) -> bool:
         return False
     if not is_marked(tensor.device_mesh):
         return False
-    caller = sys._getframe(2).f_globals["__name__"]
+    caller = sys._getframe(2).f_globals.get("__name__", "")  # which code by `exec` has not
     return not caller.startswith("torch.distributed.")  # derivatives of DTensor itself
 
 

@@ -27,7 +27,7 @@ from torchtp.parallel.agreement import Call
 from torchtp.parallel.awaiting import after_backward
 from torchtp.parallel.comparisons import Comparisons, is_due
 from torchtp.parallel.composition import Composition
-from torchtp.parallel.equality import Written, make_equal, tensors_of
+from torchtp.parallel.equality import Written, make_equal, tensors_of, weakly
 from torchtp.parallel.images import Images, Output, is_image
 from torchtp.parallel.refusals import refuse_ended, refuse_transforms
 from torchtp.parallel.root import STATE, is_parallelized, root_class
@@ -76,7 +76,7 @@ def parallelize(
     for part in module.modules():
         if is_parallelized(part):
             getattr(part, STATE).hand_over(state)
-    state.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
+    state.equal = weakly(tensor for _, tensor in tensors_of(module))
     state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, STATE, state)
     lazy.reclass(module, root_class)
@@ -118,7 +118,7 @@ class _State:
         self._outer: list[weakref.ref[_State]] = []
         self._awaiting: list[Any] = []  # hooks of parameters, until there is a reducer
         self._composition = Composition(layout)
-        self.equal: dict[int, torch.Tensor] = {}  # by id; what was broadcast already
+        self.equal = weakly(())  # what was broadcast already
         self._written = Written(layout)
         self._parts: list[nn.Module] | None = None
         self._eager: Any = None  # `run` as torch.compile shall see it
@@ -129,8 +129,8 @@ class _State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         copied = _State(self.layout, self._output, self._reduces)  # the copy reduces its own gradients
-        known = (memo.get(key) for key in self.equal)  # the copy's own buffers, too: data ranks keep theirs
-        copied.equal = {id(tensor): tensor for tensor in known if isinstance(tensor, torch.Tensor)}
+        known = (memo.get(id(key)) for key in self.equal)  # the copy's own buffers, too: data ranks keep theirs
+        copied.equal = weakly(tensor for tensor in known if isinstance(tensor, torch.Tensor))
         copied._written = copy.deepcopy(self._written, {id(self.layout): self.layout})
         copied.forward = copy.deepcopy(self.forward, memo)
         return copied
@@ -169,9 +169,10 @@ class _State:
         tensors, complaint = self._images.describe(args, kwargs)
         everyone = reducer is not None and module.training
         stranger = ""
-        if is_new and reducer is not None:
+        if is_new:
             self._prepare_parts(module)
-            stranger = self._stranger(module, reducer)
+        if is_new and reducer is not None:
+            stranger = self._composition.stranger(module, reducer.parameters, takes_up=everyone and reducer.syncs)
             if stranger and not (everyone and reducer.syncs):
                 complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
         of_devices = self._comparisons.call()
@@ -183,7 +184,7 @@ class _State:
                 _mode(module, averages, self.layout.mesh.device_type),
                 averages,
                 randomness.fingerprint(self.layout),
-                self._written.digest(),
+                self._written.digest(module, self._composition.newcomers(module) if is_new and everyone else ()),
                 stranger,
                 lambda: self._images.samples(args, kwargs, of_devices=of_devices),
                 everyone,
@@ -206,6 +207,7 @@ class _State:
             self._composition.given(),
             inner_gradients.averaged(self.layout.spatial_mesh, self._composition.parameters),
             looking_out(),
+            lazy.given_back_buffers(self._parts_of(module)),
             running() as written,
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
@@ -227,7 +229,8 @@ class _State:
                 # What has replaced something since `parallelize` is broadcast as well.
                 make_equal(module, self.layout, self.equal, self._averaged_elsewhere(named))
                 self._prepare_parts(module)
-                self.equal = {id(tensor): tensor for _, tensor in tensors_of(module)}
+                self._composition.taken_up(module)
+                self.equal = weakly(tensor for _, tensor in tensors_of(module))
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **options)
                 _averaging.add(self)
                 self._stop_awaiting()
@@ -280,8 +283,10 @@ class _State:
         self._composition.share(module)
 
         def reduce() -> None:
-            if self._reducer is None and (reducer := self.reducer(module)) is not None:
-                reducer.reduce()
+            if self._reducer is None:
+                self._composition.look(module)  # what stood in for parameters in forward is gone by now
+                if (reducer := self.reducer(module)) is not None:
+                    reducer.reduce()
 
         if self._options() is not None:
             self._awaiting = after_backward(module.parameters(), reduce)
@@ -291,17 +296,9 @@ class _State:
         sync_batch_norm.prepare(module, self.layout)
         self._parts = None
 
-    def _stranger(self, module: nn.Module, reducer: GradientReducer) -> str:
-        """A sentence on a parameter that the reducer was not made for; empty where it was made for all."""
-        known = {id(parameter) for parameter in reducer.parameters}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known and isinstance(parameter, nn.Parameter):
-                self._composition.forget()  # said again at the next forward, if this one fails
-                return f"parameter {name!r} has replaced another one, or was added, after the first training step"
-        return ""
-
     def _parts_of(self, module: nn.Module) -> list[nn.Module]:
-        if self._parts is None:  # without itself, or it would not be gone when the program drops it
+        if self._parts is None or not torch.is_grad_enabled():  # there nobody looks for new ones
+            # Without itself, or it would not be gone when the program drops it.
             self._parts = [part for part in module.modules() if part is not module]
         return [module, *self._parts]
 
@@ -325,9 +322,9 @@ def _averages(reducer: GradientReducer | None) -> str:
     if reducer is None:
         return ""
     words = [] if reducer.syncs else ["under torchtp.no_sync"]
-    named = zip(reducer.names, reducer.parameters, strict=True)
-    if frozen := [name for name, parameter in named if not parameter.requires_grad]:
-        words.append(f"with {len(frozen)} parameters frozen ({frozen[0]!r} to {frozen[-1]!r})")
+    if frozen := reducer.frozen:
+        told = ", ".join(f"{run[0]!r} to {run[-1]!r}" for run in frozen)
+        words.append(f"with {sum(map(len, frozen))} parameters frozen ({told})")
     return ", ".join(words)
 
 

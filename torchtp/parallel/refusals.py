@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 from torch.utils import _pytree as pytree
 
 
 def refuse_transforms(module: nn.Module, inputs: Any) -> None:
-    """Raise RuntimeError inside torch.export, torch.jit.trace and the transforms of torch.func, and for dual tensors."""
+    """Raise RuntimeError inside torch.export, torch.jit.trace, torch.fx and the transforms of torch.func, and for dual tensors."""
     if torch.compiler.is_exporting():
         what, remedy = "torch.export", "export the module as it is without parallelize, with its state_dict()"
     elif torch.jit.is_tracing():
         what, remedy = "torch.jit.trace", "trace the module as it is without parallelize, with its state_dict()"
+    elif _symbolic_trace.is_fx_symbolic_tracing():
+        what, remedy = "torch.fx.symbolic_trace", "trace the module before parallelize, which takes a GraphModule"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         what, remedy = "torch.func (grad, vmap, jvp and their kin)", "use backward() or torch.autograd.grad"
     elif forward_ad._current_level >= 0 and _has_tangent([inputs, *module.parameters(), *module.buffers()]):

@@ -67,7 +67,11 @@ def root_class(base: type[nn.Module]) -> type[nn.Module]:
     def set_state(self: nn.Module, state: Any) -> None:
         base.__setstate__(self, state)
         if is_parallelized(self):
-            getattr(self, STATE).await_gradients(self)  # a copy's own; parameters are copied without hooks
+            own = getattr(self, STATE)
+            for part in self.modules():  # which left their gradients to what this one is a copy of
+                if part is not self and is_parallelized(part):
+                    getattr(part, STATE).hand_over(own)
+            own.await_gradients(self)  # a copy's own; parameters are copied without hooks
 
     members = {
         "forward": forward,

@@ -262,6 +262,10 @@ def rehearse(
     For the rank at `coordinates` of a mesh of `axes` that cut `dims`; without axes for a single device.
     """
     counts = Counts()
+    lazy.prepare(module)
+    for part in module.modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            part.__class__ = _alone_norm(cast(Any, type(part)))
     modules = _Modules(module)
     images = [torch.empty(tuple(shape), dtype=dtype, device=_META) for shape in shapes]
     parameters = [parameter.detach() for parameter in module.parameters()]
@@ -274,7 +278,6 @@ def rehearse(
             mesh = _mesh(tuple(axes), tuple(axes.values()), tuple(coordinates))
             mark(mesh, range(mesh.ndim))
             observer = _Observer(counts, modules, stack.enter_context(mesh.registered()))
-            lazy.prepare(module)
             inputs = [_cut(image, mesh, dims) for image in images]
             stack.enter_context(notice.told_to(observer.gathering))
             # Not on a single device: where a mode is active, some ops take another way and keep something else.
@@ -286,6 +289,18 @@ def rehearse(
         lazy.settle_buffers([part for part in module.modules() if part._buffers])
         _backward(lazy.unwrap(outputs))
     return counts
+
+
+class _AloneNorm(nn.SyncBatchNorm, lazy.Remade):
+    """Of the images there are: SyncBatchNorm itself asks for a device where the caller has process groups."""
+
+    __slots__ = ()
+    forward = nn.modules.batchnorm._BatchNorm.forward
+
+
+@functools.cache
+def _alone_norm(base: type[nn.SyncBatchNorm]) -> type:
+    return lazy.remade(base, (_AloneNorm,), {}, _alone_norm)
 
 
 def _cut(image: Tensor, mesh: DeviceMesh, dims: Mapping[str, int]) -> DTensor:
