@@ -256,3 +256,29 @@ def _added_without_gradients():
 
 def test_parts_may_be_added_between_forwards_without_gradients():
     run_ranks(_added_without_gradients, 2)
+
+
+class Prepared(nn.Module):
+    """Makes its gain of another before each forward, as torch.nn.utils.prune does."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain_orig = nn.Parameter(torch.ones(2, 1, 1, dtype=torch.float64))
+        self.register_forward_pre_hook(lambda module, args: setattr(module, "gain", 0.5 * module.gain_orig**2))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+def _read_by_hooks():
+    model = torchtp.parallelize(Prepared(), make_layout({"w": 2}))
+    loss_of(model(make_images(0, 1))).backward()
+    model.gain_orig = nn.Parameter(torch.ones(2, 1, 1, dtype=torch.float64))
+    loss_of(model(make_images(0, 1))).backward()
+    single = Prepared()
+    loss_of(single(make_images(0, 1))).backward()
+    assert_same_gradients(model, single)
+
+
+def test_a_replaced_parameter_may_be_read_by_a_hook_before_forward():
+    run_ranks(_read_by_hooks, 2)

@@ -190,6 +190,8 @@ MISTAKES += [
     lambda x: F.conv2d(x, torch.rand(3, 3, 1, 10).double()),
     lambda x: F.conv2d(x, torch.rand(3, 3, 1, 10), torch.rand(3).double()),
     lambda x: F.conv_transpose2d(x[..., :1], torch.rand(3, 2, 1, 1).double()),
+    lambda x: F.conv_transpose2d(x[..., :1].int(), torch.ones(3, 2, 1, 1).int()),
+    lambda x: F.conv2d(x[..., :1].bool(), torch.ones(3, 3, 1, 1).bool()),
     lambda x: F.avg_pool2d(x.int(), (1, 10)),
     lambda x: F.avg_pool3d(x.unsqueeze(2).half(), (1, 1, 10)),
     lambda x: F.group_norm(x[..., :1].int(), 1),

@@ -23,7 +23,13 @@ void check_numbers(const char* op, const ConvolutionParams& params, int64_t num_
   TORCH_CHECK_VALUE(params.groups > 0, op, ": groups must be positive, got ", params.groups);
 }
 
-// ATen refuses it too, but where it has something to compute alone.
+// ATen refuses what these refuse, too, but where it has something to compute alone.
+void check_computed(const char* op, const at::Tensor& input, const ConvolutionParams& params) {
+  const at::ScalarType type = input.scalar_type();
+  const bool refused = type == at::kBool || (params.transposed && type != at::kLong && at::isIntegralType(type, false));
+  TORCH_CHECK(!refused, op, params.transposed ? ", transposed," : "", " is not computed of ", type);
+}
+
 void check_type(const char* op, const char* name, const at::Tensor& parameter, const at::Tensor& input) {
   TORCH_CHECK(parameter.scalar_type() == input.scalar_type(), op, ": input and ", name, " are alike in dtype, got ",
               input.scalar_type(), " and ", parameter.scalar_type());
@@ -70,6 +76,7 @@ void check_convolution(const char* op, const at::Tensor& input, const at::Tensor
                        const std::optional<at::Tensor>& bias, const ConvolutionParams& params,
                        const std::vector<Cut>& cuts) {
   TORCH_CHECK_VALUE(input.dim() >= 3, op, ": input needs dims [N, C, ...] and a spatial one, got ", input.dim());
+  check_computed(op, input, params);
   check_numbers(op, params, input.dim() - 2);
   check_weight(op, input, weight, params);
   if (bias && bias->defined()) {

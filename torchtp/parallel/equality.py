@@ -45,8 +45,7 @@ class Written:
         """Overwrite what was written by what the first rank of the group has. Collective where one of `digests`, of all ranks, is not 0."""
         if not any(digests):
             return
-        # Past autograd's versions: a backward of the forward that wrote may still be to come.
-        named = [(name, tensor.data) for name, tensor in tensors_of(module)]
+        named = list(tensors_of(module))
         names, self._names = self._names, set()
         if any(one != digests[0] for one in digests):
             named, names = _alike(named, names, self._layout)
@@ -106,7 +105,8 @@ def _fact(name: str, tensor: torch.Tensor) -> str:
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], layout: Layout) -> None:
     if named and layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
-        broadcast_parameters(named, layout.group)
+        # Past autograd's versions: a backward of who has read them may still be to come, a forward or a hook before one.
+        broadcast_parameters([(name, tensor.data) for name, tensor in named], layout.group)
 
 
 def weakly(tensors: Iterable[torch.Tensor]) -> WeakTensorKeyDictionary:
