@@ -349,3 +349,9 @@ def _with_process_groups():
 
 def test_a_synchronized_norm_in_a_job_that_runs():
     run_ranks(_with_process_groups, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_part_is_refused():
+    with pytest.raises(ValueError, match="can't run TorchScript without data, and 0 is such"):
+        torchtp.explain(nn.Sequential(torch.jit.script(nn.Conv2d(3, 4, 3)), nn.ReLU()), (1, 3, 8, 8), {"w": 2})

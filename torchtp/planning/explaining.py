@@ -38,7 +38,7 @@ def explain(
     tensor than the first of its axis. The module stays in training or evaluation mode, as it is.
 
     Raises ValueError for an unknown axis, a shape without the dims that are cut, a module that is parallelized already,
-    does not take such images, or needs to know its tensors' values (`if x.max() > 0`); TypeError for what is no module,
+    has TorchScript inside, does not take such images, or needs to know its tensors' values (`if x.max() > 0`); TypeError for what is no module,
     shape or mesh.
     """
     if not isinstance(module, nn.Module):
@@ -47,6 +47,12 @@ def explain(
     axes, dims = _checked_mesh(mesh, shapes)
     if any(is_parallelized(part) for part in module.modules()):
         raise ValueError("the module is parallelized already: call torchtp.explain before torchtp.parallelize")
+    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise ValueError(
+            f"torchtp.explain can't run TorchScript without data, and {scripted[0] or 'the module'} is such: give it the "
+            "module that was scripted"
+        )
     kind = dtype or next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
     single = _rehearsed(module, shapes, kind, dtype, {}, {}, ())
     counts = {
