@@ -14,7 +14,7 @@ from stores import Store, at_call
 from test_backend_errors import _error_of
 from test_backend_signals import Impatient, raise_impatience, ticking
 
-from torchtp import testing
+from torchtp.testing import ranks
 from torchtp.testing.namespaces import Hosts, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
@@ -121,7 +121,7 @@ def _death(folder, victim):
 
 @pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_death_is_an_error_on_every_host(tmp_path, monkeypatch, victim):
-    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 30.0)
     hosts = Hosts([2, 2])
     with pytest.raises(Exception, match=f"rank {victim} died"):
         hosts.run(_death, str(tmp_path), victim)
@@ -157,7 +157,7 @@ def _death_of_a_parent(folder):
 
 
 def test_a_forked_child_neither_hides_a_death_nor_ends_its_parents_connections(tmp_path, monkeypatch):
-    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 30.0)
     hosts = Hosts([2, 1, 1])  # the last is alone on its host: nobody there could tell of its death
     with pytest.raises(Exception, match="rank 3 died"):
         hosts.run(_death_of_a_parent, str(tmp_path))
@@ -181,7 +181,7 @@ def _death_over_the_last_answer(folder):
 
 
 def test_nobody_goes_on_with_a_group_of_hosts_while_a_rank_still_needs_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 30.0)
     hosts = Hosts([2, 2])
     with pytest.raises(Exception, match="rank 3 died"):
         hosts.run(_death_over_the_last_answer, str(tmp_path))
@@ -198,7 +198,7 @@ def _death_before_a_group(folder):
 
 @pytest.mark.parametrize("sizes", [[2, 2], [3, 1]], ids=str)
 def test_a_rank_of_another_host_that_dies_before_another_group_is_made_is_named(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(testing, "_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(ranks, "_GRACE_SECONDS", 30.0)
     hosts = Hosts(sizes)
     with pytest.raises(Exception, match="rank 3 died"):
         hosts.run(_death_before_a_group, str(tmp_path))
