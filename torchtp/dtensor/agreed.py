@@ -1,8 +1,8 @@
-"""Ops that refuse some numbers: what one rank finds in its part all ranks hear of, so that none waits for the one that raised."""
+"""What one rank finds all ranks hear of and go by: numbers of its part that an op refuses, what it alone has kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,3 +44,11 @@ def check_fractions(op: Op, tensor: torch.Tensor) -> None:
     """RuntimeError for a tensor of whole numbers, of which PyTorch has no mean, no norm and no softmax."""
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise RuntimeError(f"{op}: a floating point or complex tensor is needed, but it is of {tensor.dtype}")
+
+
+def true_on_all(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
+    """Which of these are so on every rank of the mesh; without data there are no others to ask."""
+    if device.type == "meta":
+        return list(found)
+    told = torch.tensor(found, dtype=torch.float32, device=device)
+    return [bool(each) for each in all_reduced(told, mesh, list(range(mesh.ndim)), "min").tolist()]

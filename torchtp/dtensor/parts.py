@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchtp.dtensor.moving import all_reduced
+from torchtp.dtensor.agreed import true_on_all
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, DTensorSpec, local_of, make_dtensor, spec_of
 
 Take = Callable[[DTensor], DTensor]  # whole -> part
@@ -87,10 +87,7 @@ def _forget(memory: _Memory, mesh: DeviceMesh, device: torch.device) -> None:
 
     Seldom, if most are kept: the ranks ask each other.
     """
-    gone = [each.part.memory.storage.expired() for each in memory.parts]
-    if device.type != "meta":
-        asked = torch.tensor(gone, dtype=torch.float32, device=device)
-        gone = [bool(each) for each in all_reduced(asked, mesh, list(range(mesh.ndim)), "min").tolist()]
+    gone = true_on_all([each.part.memory.storage.expired() for each in memory.parts], mesh, device)
     memory.parts[:] = [each for each, is_gone in zip(memory.parts, gone, strict=True) if not is_gone]
     memory.forget_from = max(_FORGET_FROM, 2 * len(memory.parts))
 

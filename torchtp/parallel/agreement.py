@@ -62,14 +62,14 @@ class Agreement:
         of their tensors are apart by more than rounding. Collective over the spatial group; over all data ranks too where a
         rank of the image asks for it.
         """
-        if _is_alone(self._spatial):
+        if is_alone(self._spatial):
             rows, told = [_encode(call)], call.complaint
         else:
             samples = [] if call.complaint else call.held()
             rows = self._gather(self._spatial, _encode(call, digest_of(samples)))
             told = self._what_is_wrong(call, samples, rows)
         notes = [row[_NOTE] for row in rows]
-        if any(row[_EVERYONE] for row in rows) and not _is_alone(self._everyone):
+        if any(row[_EVERYONE] for row in rows) and not is_alone(self._everyone):
             told, rows = self._among_everyone(call, told, rows)
         if told:
             raise ValueError(told)
@@ -104,7 +104,7 @@ class Agreement:
         if self._everyone.size() > self._spatial.size():
             rows = self._gather(self._everyone, _encode(replace(call, complaint=told)))
             if any(row[_COMPLAINS] for row in rows):
-                return _first_complaint(self._everyone, told, names_the_rank=_is_alone(self._spatial)), rows
+                return _first_complaint(self._everyone, told, names_the_rank=is_alone(self._spatial)), rows
             if any(row[_AVERAGES] != rows[0][_AVERAGES] for row in rows):
                 apart = _first_pair(self._everyone, [f"calls it {call.averages or 'to average all of them'}"])
                 told = (
@@ -118,7 +118,7 @@ class Agreement:
 
     def check_modules(self, tensors: Sequence[Described], complaint: str = "") -> None:
         """Raise ValueError on all ranks of all images if one complains or they have different parameters."""
-        if _is_alone(self._everyone):
+        if is_alone(self._everyone):
             if complaint:
                 raise ValueError(complaint)
             return
@@ -134,7 +134,7 @@ class Agreement:
     def check_parameters(self, named: Sequence[tuple[str, torch.Tensor]], *, of_one_image: bool = False) -> None:
         """Raise ValueError on all ranks, of all images or of one, if some have other values than the first. Collective."""
         group = self._spatial if of_one_image else self._everyone
-        if _is_alone(group):
+        if is_alone(group):
             return
         samples = samples_of([tensor for _, tensor in named], _MOST_OF_A_PARAMETER)
         rows = self._gather(group, _encode(Call(), digest_of(samples), _PARAMETERS))
@@ -160,7 +160,7 @@ class Agreement:
         return told
 
 
-def _is_alone(group: dist.ProcessGroup) -> bool:
+def is_alone(group: dist.ProcessGroup) -> bool:
     return group.size() == 1 or dist.get_backend(group) == "fake"
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _device
 from torch.utils import _pytree as pytree
 
+from torchtp.dtensor.agreed import true_on_all
 from torchtp.dtensor.cut import Placements, cut_locally
-from torchtp.dtensor.moving import all_reduced
 from torchtp.dtensor.registry import words
 from torchtp.dtensor.spatial import is_spatial, on_first_mark
 from torchtp.dtensor.upstream import Partial, Placement, Replicate, Shard, local_of, plain_shard, spec_of
@@ -97,10 +97,7 @@ def _cut_by(target: Any, index: Any, value: Any) -> None:
 
 def _is_alone_everywhere(target: Canvas, value: DTensor) -> bool:
     """Whether it is so on all ranks, which go the same way: one alone may have kept a view, to plot it."""
-    alone, device, mesh = _is_alone(target), local_of(value).device, value.device_mesh
-    if device.type == "meta":
-        return alone
-    return bool(all_reduced(torch.tensor(float(alone), device=device), mesh, list(range(mesh.ndim)), "min"))
+    return true_on_all([_is_alone(target)], value.device_mesh, local_of(value).device)[0]
 
 
 def _is_alone(target: Canvas) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtp.gradients import broadcast_parameters
 from torchtp.layout import Layout
+from torchtp.parallel.agreement import is_alone
 from torchtp.parallel.digest import digest
 
 
@@ -88,7 +89,7 @@ def _alike(
     named: list[tuple[str, torch.Tensor]], names: set[str], layout: Layout
 ) -> tuple[list[tuple[str, torch.Tensor]], set[str]]:
     """The tensors that all ranks have in one shape and dtype, and the names that any rank gives. Collective."""
-    if layout.group.size() == 1 or dist.get_backend(layout.group) == "fake":
+    if is_alone(layout.group):
         return named, names
     facts = [_fact(*one) for one in named]
     told: list[tuple[list[str], list[str]]] = [([], [])] * layout.group.size()
@@ -104,7 +105,7 @@ def _fact(name: str, tensor: torch.Tensor) -> str:
 
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], layout: Layout) -> None:
-    if named and layout.group.size() > 1 and dist.get_backend(layout.group) != "fake":
+    if named and not is_alone(layout.group):
         # Past autograd's versions: a backward of who has read them may still be to come, a forward or a hook before one.
         broadcast_parameters([(name, tensor.data) for name, tensor in named], layout.group)
 
