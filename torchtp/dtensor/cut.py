@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 
+from torchtp.dtensor.origins import Origins, Placements
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -22,8 +23,6 @@ from torchtp.dtensor.upstream import (
     redistributed,
     spec_of,
 )
-
-Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Axes:
     tell_order: dict[tuple[Placements, torch.Size], bool] = field(default_factory=dict)
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
-    picked_from: dict[torch.Size, Placements] = field(default_factory=dict)  # see `remember_picked_from`
-    taken_from: dict[torch.Size, Placements | None] = field(default_factory=dict)  # see `remember_taken_from`
+    picked_from: Origins = field(default_factory=Origins)  # of points
+    taken_from: Origins = field(default_factory=Origins)  # of sums and rows
 
 
 _ATTRIBUTE = "_torchtp_axes"
@@ -77,34 +76,6 @@ def axes_of(mesh: DeviceMesh) -> Axes:
         )
         setattr(mesh, _ATTRIBUTE, axes)
     return axes
-
-
-_MOST_SHAPES = 4096  # that are remembered
-
-
-def remember_picked_from(shape: torch.Size, mesh: DeviceMesh, placements: Placements) -> None:
-    """That a tensor of that shape was cut so when points were picked from it, as its gradient is to be."""
-    known = axes_of(mesh).picked_from
-    if len(known) > _MOST_SHAPES:
-        known.clear()
-    known[shape] = placements
-
-
-def remember_taken_from(tensor: DTensor) -> None:
-    """That a tensor of that shape was cut so when it was summed, or rows were taken; None for good where others were cut otherwise."""
-    spec = spec_of(tensor)
-    known, placements = axes_of(spec.mesh).taken_from, sums_done(spec.placements)
-    if len(known) > _MOST_SHAPES:
-        known.clear()
-    known[spec.shape] = placements if known.setdefault(spec.shape, placements) == placements else None
-
-
-def taken_alike(mesh: DeviceMesh, num_images: int, extents: Sequence[int]) -> Placements | None:
-    """How images of that number and those extents were cut that were summed, if all were cut alike."""
-    sizes = [num_images, *extents]
-    of = axes_of(mesh).taken_from.items()
-    found = {placements for shape, placements in of if len(shape) > 2 and [shape[0], *shape[2:]] == sizes}
-    return found.pop() if len(found) == 1 else None
 
 
 def cut_further(placements: Placements, like: Placements, takes: Callable[[int], bool]) -> Placements:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.agreed import on_all_parts
-from torchtp.dtensor.cut import Placements, axes_cutting, dim_of, partial_over_shards, remember_picked_from, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, partial_over_shards, sums_done
 from torchtp.dtensor.moving import all_reduced, recut_tensor
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, spatial_rule
@@ -75,19 +75,19 @@ def _one_mask(tensor: Any, indices: Any) -> torch.Tensor | None:
 @takes_nested
 def index(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, indices = bound(op, args, kwargs)
-    result = _picked(op, _cut_as_mask(tensor, indices), indices)
+    result = _picked(op, _cut_as_mask(tensor, indices), indices, tensor.requires_grad)
     if result is None:
         result = _looked_up(op, tensor, indices)
     return unruled(op, args, kwargs) if result is None else result
 
 
-def _picked(op: Op, tensor: Any, indices: Any) -> DTensor | None:
+def _picked(op: Op, tensor: Any, indices: Any, requires_grad: bool) -> DTensor | None:
     points = _points(op, tensor, indices)
     if points is None:
         return None
     local, mesh, placements = summed(tensor)
     if points.axes:
-        remember_picked_from(tensor.shape, mesh, placements)
+        axes_of(mesh).picked_from.note(tensor.shape, placements, requires_grad)
     picked = wrap(points.pick(local), mesh, points.placements, points.shape)
     return recut_tensor(picked, (Replicate(),) * mesh.ndim) if points.axes and is_short_list(picked) else picked
 
@@ -221,7 +221,7 @@ def _along(dim: int, numbers: Any) -> list[Any]:
 def index_select(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, numbers = bound(op, args, kwargs)
     along = _along(dim_of(dim, tensor.dim()), numbers)
-    result = _picked(op, tensor, along)
+    result = _picked(op, tensor, along, tensor.requires_grad)
     if result is None and numbers.dim() == 1:
         result = _looked_up(aten.index.Tensor, tensor, along)
     return unruled(op, args, kwargs) if result is None else result

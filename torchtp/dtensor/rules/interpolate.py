@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import cut_further, cut_of, is_cut, owned, taken_alike
+from torchtp.dtensor.cut import axes_of, cut_further, cut_of, is_cut, owned
 from torchtp.dtensor.own_images import takes_images_cut_twice
 from torchtp.dtensor.registry import bound, rule
 from torchtp.dtensor.rules.fallback import unruled
@@ -44,7 +44,8 @@ def _cut_as_what_was_pooled(input: Any, output_size: list[int]) -> Any:
     """What an image was pooled to and is now made as large as the image again is whole; that is to be cut as the image."""
     if not isinstance(input, DTensor) or is_cut(input):
         return input
-    mesh, pooled_from = input.device_mesh, taken_alike(input.device_mesh, input.size(0), output_size)
+    mesh = input.device_mesh
+    pooled_from = axes_of(mesh).taken_from.images_alike(input.size(0), output_size)
     if pooled_from is None:
         return input
     placements = cut_further(input.placements, pooled_from, lambda dim: dim >= 2)

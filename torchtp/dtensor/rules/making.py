@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_of, interval, sums_done
+from torchtp.dtensor.cut import Placements, axes_of, interval, sums_done
 from torchtp.dtensor.moving import chunk_of
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import spatial_rule
@@ -33,8 +33,11 @@ from torchtp.dtensor.wrapping import dense_stride, wrap
 @takes_nested
 def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, *others = args
-    if _takes_points_back(tensor, sizes):
-        return _as_picked_from(op, tensor, torch.Size(sizes), others, kwargs)
+    picked_from = _picked_from(tensor, torch.Size(sizes))
+    if picked_from is not None:
+        edges = [interval(tensor.device_mesh, picked_from, dim, extent) for dim, extent in enumerate(sizes)]
+        local = op(local_of(tensor), [end - begin for begin, end in edges], *others, **kwargs)
+        return wrap(local, tensor.device_mesh, picked_from, torch.Size(sizes))
     if not is_spatial(tensor) or has_strided_shard(tensor) or len(sizes) < tensor.dim():
         return passthrough(op, args, kwargs)
     spec, shape = spec_of(tensor), torch.Size(sizes)
@@ -56,18 +59,11 @@ def new(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap(op(local_of(tensor), local_shape, *others, **kwargs), spec.mesh, tuple(placements), shape)
 
 
-def _takes_points_back(tensor: Any, sizes: Any) -> bool:
-    """Whether it is for the gradient of a cut tensor that points were picked from."""
-    known = isinstance(tensor, DTensor) and torch.Size(sizes) in axes_of(tensor.device_mesh).picked_from
-    return known and in_backward() and node_in_backward("IndexBackward0") is not None
-
-
-def _as_picked_from(op: Op, tensor: DTensor, shape: torch.Size, others: list[Any], kwargs: dict[str, Any]) -> DTensor:
-    mesh = tensor.device_mesh
-    placements = axes_of(mesh).picked_from[shape]
-    edges = [interval(mesh, placements, dim, extent) for dim, extent in enumerate(shape)]
-    local = op(local_of(tensor), [end - begin for begin, end in edges], *others, **kwargs)
-    return wrap(local, mesh, placements, shape)
+def _picked_from(tensor: Any, shape: torch.Size) -> Placements | None:
+    """How the cut tensor was cut that points were picked from, if this is for its gradient."""
+    if not isinstance(tensor, DTensor) or node_in_backward("IndexBackward0") is None:
+        return None
+    return axes_of(tensor.device_mesh).picked_from.of(shape)
 
 
 @spatial_rule("new_empty_strided")

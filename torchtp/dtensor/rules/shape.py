@@ -269,7 +269,7 @@ def _summed_from(tensor: DTensor, shape: torch.Size) -> Placements | None:
     """How what was summed was cut where this is the gradient's way back: else every rank would have a whole one."""
     if node_in_backward(*_SUMS) is None:
         return None
-    return axes_of(tensor.device_mesh).taken_from.get(shape)
+    return axes_of(tensor.device_mesh).taken_from.of(shape)
 
 
 @spatial_rule("repeat")

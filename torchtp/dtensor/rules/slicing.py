@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_of, cut_further, dim_of, interval, remember_taken_from
+from torchtp.dtensor.cut import axes_of, cut_further, dim_of, interval, sums_done
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.parts import linked
@@ -99,16 +99,17 @@ def _clamped(index: int | None, extent: int, default: int) -> int:
 
 def _note_taken(tensor: Any, dim: int) -> None:
     """The gradient of rows of a cut dim, of a class token, is to be cut among zeros as the tensor is (`_among_zeros`)."""
-    if not isinstance(tensor, DTensor) or in_backward():
+    if not isinstance(tensor, DTensor):
         return
-    if not is_spatial(tensor) or axis_cutting(spec_of(tensor).placements, dim_of(dim, tensor.dim())) is not None:
-        remember_taken_from(tensor)
+    spec = spec_of(tensor)
+    if not is_spatial(tensor) or axis_cutting(spec.placements, dim_of(dim, tensor.dim())) is not None:
+        axes_of(spec.mesh).taken_from.note(spec.shape, sums_done(spec.placements), tensor.requires_grad)
 
 
 def _among_zeros(rows: Any, sizes: list[int], dim: int, begin: int) -> DTensor | None:
     """Rows that every rank holds among zeros, for the gradient of what they were taken from, if that was cut along `dim`."""
     shape = torch.Size(sizes)
-    known = axes_of(rows.device_mesh).taken_from.get(shape) if isinstance(rows, DTensor) and in_backward() else None
+    known = axes_of(rows.device_mesh).taken_from.of(shape) if isinstance(rows, DTensor) and in_backward() else None
     if known is None:
         return None
     local, mesh, placements = summed(rows)
@@ -226,7 +227,9 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not isinstance(grad, DTensor):
         return unruled(op, args, kwargs)
     dim = dim_of(dim, len(sizes))
-    if torch.Size(sizes) in axes_of(grad.device_mesh).taken_from:  # else the row is not made one for nothing
+    if (
+        axes_of(grad.device_mesh).taken_from.of(torch.Size(sizes)) is not None
+    ):  # else the row is not made one for nothing
         laid = _among_zeros(grad.unsqueeze(dim), sizes, dim, index % sizes[dim])
         if laid is not None:
             return laid

@@ -1,0 +1,55 @@
+"""How tensors were cut that an op took a sum or a part of, whose gradients are to be cut alike, remembered for each mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchtp.dtensor.upstream import Placement, in_backward
+
+Placements = tuple[Placement, ...]
+
+_MOST = 4096  # that are remembered, of shapes and of nodes
+
+
+class Origins:
+    """By shape as long as all tensors of that shape were cut alike; from then on by the op that took something of them, too.
+
+    Autograd hands a derivative the shape of what its op read and nothing more. The node of an op is made just before its rule is
+    asked, so the number of that node in its sequence, which the derivative knows, tells them apart.
+    """
+
+    def __init__(self) -> None:
+        self._of_shape: dict[torch.Size, Placements | None] = {}  # None for good where two were cut differently
+        self._of_node: dict[tuple[int, torch.Size], Placements] = {}
+
+    def note(self, shape: torch.Size, placements: Placements, requires_grad: bool) -> None:
+        """That a rule takes something of a tensor of that shape, which is cut so; whether autograd has made it a node."""
+        if not in_backward():
+            alike = self._of_shape.setdefault(shape, placements) == placements
+            self._of_shape[shape] = placements if alike else None
+            _keep_few(self._of_shape)
+        if self._of_shape.get(shape, placements) is None and requires_grad and torch.is_grad_enabled():
+            self._of_node[torch.autograd._get_sequence_nr() - 1, shape] = placements
+            _keep_few(self._of_node)
+
+    def of(self, shape: torch.Size) -> Placements | None:
+        """How the tensor of that shape was cut whose gradient autograd computes now on this thread, if that is known."""
+        node = torch._C._current_autograd_node()
+        if node is not None and (found := self._of_node.get((node._sequence_nr(), shape))) is not None:
+            return found
+        return self._of_shape.get(shape)
+
+    def images_alike(self, num_images: int, extents: Sequence[int]) -> Placements | None:
+        """How images of that number and those extents were cut, if all were cut alike."""
+        sizes = [num_images, *extents]
+        of = self._of_shape.items()
+        found = {placements for shape, placements in of if len(shape) > 2 and [shape[0], *shape[2:]] == sizes}
+        return found.pop() if len(found) == 1 else None
+
+
+def _keep_few(known: dict[Any, Placements | None] | dict[Any, Placements]) -> None:
+    if len(known) > _MOST:
+        del known[next(iter(known))]  # the oldest
