@@ -132,6 +132,15 @@ def _coded(x, codes):
     return image_of(chosen + tokens(x).cumsum(2), x) * F.one_hot(nearest, 5).double().mean()
 
 
+def _masked_losses(x, prototypes, weights):
+    """Losses of masks that are made of prototypes, whose gradient is to be cut as these are: else the larger ones go to all ranks."""
+    made = F.conv2d(x, prototypes)[0]
+    masks = torch.einsum("in,nhw->ihw", weights, made)
+    wanted = torch.linspace(0, 1, masks.numel(), dtype=x.dtype).view(masks.shape)
+    losses = F.binary_cross_entropy_with_logits(masks, wanted, reduction="none").mean((1, 2))
+    return losses.sum() + F.mse_loss(masks, wanted) + F.smooth_l1_loss(masks.sin(), wanted, reduction="sum")
+
+
 def _convolved(x, weight, bias, grouped):
     y = F.conv1d(x.flatten(2), weight, bias).sin()
     few = F.conv1d(x[..., :3, :1].flatten(2), grouped, groups=2)  # of three pixels one rank has none
@@ -159,6 +168,7 @@ SEQUENCES = {  # of one image, which leaves no images to cut instead; with the s
     "other_grids": (lambda x: x.flatten(2).view(1, 4, 4, 12).sin().reshape(1, 2, 3, 32), []),
     "correlated": (_correlated, [(16, 1, 1)]),
     "coded": (_coded, [(5, 4)]),
+    "masked_losses": (_masked_losses, [(32, 4, 1, 1), (10, 32)]),
     "convolved": (_convolved, [(6, 4, 1), (6,), (6, 2, 1)]),
     "and_back_again": (lambda x: x * image_of(tokens(x).exp(), x) + F.max_pool2d(x, 3, 1, 1), []),
 }  # fmt: skip
@@ -172,6 +182,7 @@ ONCE = {
     "class_token",
     "correlated",
     "coded",
+    "masked_losses",
     "convolved",
 }  # the second derivatives of norms, softmax and convolutions gather; extremes have none
 if torch.__version__ >= (2, 14):

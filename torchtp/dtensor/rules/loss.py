@@ -62,6 +62,7 @@ def _arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[l
 
 @rule("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
       "soft_margin_loss")  # fmt: skip
+@takes_nested
 def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values, at = _arguments(op, args, kwargs)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -101,6 +102,7 @@ def elementwise_loss(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @rule("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
       "soft_margin_loss_backward")  # fmt: skip
+@takes_nested
 def elementwise_loss_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values, at = _arguments(op, args, kwargs)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
