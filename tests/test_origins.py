@@ -36,7 +36,7 @@ def gradients(name: str) -> None:
         total = 0.0
         for i, leaf in enumerate(cut):
             tensor = leaf * 1
-            tensor.register_hook(lambda grad, i=i: came.__setitem__(i, grad.placements))
+            tensor.register_hook(lambda grad, i=i, came=came: came.__setitem__(i, grad.placements))
             total = total + READS[name](tensor).sum()
             with torch.no_grad():
                 READS[name](cut[i - 1])
