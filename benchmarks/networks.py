@@ -3,6 +3,7 @@
     python -m benchmarks.networks                     # those of every library that is installed
     python -m benchmarks.networks monai "UNet, mit"   # whose library or name has one of these in it
     python -m benchmarks.networks --mesh h=3 --mesh h=2,w=2
+    python -m benchmarks.networks --losses            # detectors and segmenters with their own losses
     python -m benchmarks.networks --families          # a small one of each architecture of timm
 
 Nothing is timed. `error` is the largest difference of an output or a gradient, as a share of the largest number in it (of a gradient: at
@@ -29,6 +30,7 @@ from tqdm import tqdm
 
 import torchtp
 from benchmarks.common import RESULTS, parser, report
+from benchmarks.library_losses import networks_with_losses
 from benchmarks.library_networks import Network, networks, timm_families, timm_network
 from torchtp.dtensor.notice import told_to
 from torchtp.planning.measure import SavedBytes
@@ -64,7 +66,7 @@ def image_of(network: Network) -> Tensor:
 
 
 def named(library: str, name: str) -> Network:
-    known = (each for each in networks() if (each.library, each.name) == (library, name))
+    known = (each for each in (*networks(), *networks_with_losses()) if (each.library, each.name) == (library, name))
     return next(known, None) or timm_network(name)
 
 
@@ -175,12 +177,19 @@ def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
     flags.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
-    flags.add_argument("--families", action="store_true", help="of timm's architectures, one of each")
+    sets = flags.add_mutually_exclusive_group()
+    sets.add_argument("--losses", action="store_true", help="detectors and segmenters with their own losses")
+    sets.add_argument("--families", action="store_true", help="of timm's architectures, one of each")
     args = flags.parse_args()
+    known, result = networks, None
+    if args.losses:
+        known, result = networks_with_losses, RESULTS / "network_losses.json"
+    elif args.families:
+        known, result = timm_families, RESULTS / "families.json"
     meshes = args.mesh or [{"h": 2}, {"h": 3}, {"w": 2}, {"h": 2, "w": 2}]
     chosen = [
         each
-        for each in (timm_families() if args.families else networks())
+        for each in known()
         if not args.wanted or any(part in f"{each.library} {each.name}" for part in args.wanted)
     ]
     versions = {library: installed(library) for library in dict.fromkeys(each.library for each in chosen)}
@@ -226,7 +235,7 @@ def main() -> int:
             "kept": lambda row: f"{row['kept_share']:.2f}",
             "gathers": lambda row: f"{row['gathers']} ({row['gathered_bytes'] / 2**20:.1f} MiB)" if row["gathers"] else "-",
         },
-        args.out or (RESULTS / "families.json" if args.families else None),
+        args.out or result,
         {"versions": versions, "not installed": [library for library, found in versions.items() if found is None]},
     )  # fmt: skip
     return int(any(not row["error"] <= row["tolerance"] for row in rows))
