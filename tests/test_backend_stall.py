@@ -45,7 +45,7 @@ def test_a_stopped_rank_is_named_with_the_bucket_it_is_missing_from():
     assert len({text for pair in errors for text in pair}) == 1, errors
     for part in (
         "allreduce #",
-        "(AVG, fp32, 70 elements, bucket 0: 1.bias ...)",
+        "(AVG, fp32, 72 elements, bucket 0: 1.bias ...)",
         "rank 1 has not arrived after 4 s (the timeout of rank 0)",
         "rank 1 stopped (SIGSTOP) ",
         "s ago and last called allreduce #",

@@ -1,5 +1,6 @@
 """Gradients that come in unusual ways: compressed, mixed, with a graph, checkpointed, after an exception, unequal."""
 
+import contextlib
 import re
 
 import pytest
@@ -277,6 +278,28 @@ def test_an_exception_in_backward_reaches_all_ranks_and_leaves_the_reducer_usabl
                 assert "no gradient today" in outcome
             else:
                 assert "backward raised an exception on rank 1" in outcome
+
+
+def _zeroed_by_one(locally):
+    rank, model = dist.get_rank(), _chain()
+    reducer, told = GradientReducer(model, **SMALL), []
+    for step in range(4):
+        if rank == 0 or step % 3 == 0:
+            model.zero_grad()
+        try:
+            with reducer.no_sync() if locally else contextlib.nullcontext():
+                _square(model, rank).backward()
+            reducer.reduce() if step == 0 else _square(model, rank).backward()
+        except ValueError as error:
+            told.append((step, str(error)))
+    return told, _error(_gradient(model), 2 * _reference(_square))
+
+
+@pytest.mark.parametrize("locally", [False, True])
+def test_gradients_that_one_rank_alone_zeroed(locally):
+    for told, error in run_ranks(_zeroed_by_one, 2, locally):
+        assert [step for step, _ in told] == [1] and "rank 1 had gradients of the last backward" in told[0][1]
+        assert error < 1e-12
 
 
 def _differ(how):

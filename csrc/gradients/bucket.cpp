@@ -1,6 +1,8 @@
 #include "gradients/bucket.h"
 
 #include <ATen/TensorUtils.h>
+#include <ATen/ops/argmax.h>
+#include <ATen/ops/argmin.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -64,7 +66,7 @@ Bucket::Bucket(const Collective& collective, std::vector<at::Tensor> parameters,
   }
   num_elements_ = num_bytes / item_size;
   const at::TensorOptions kind = parameters.front().options().requires_grad(false).dtype(dtype);
-  flat_ = collective.allocate(num_elements_ + static_cast<int64_t>(parameters.size()) + num_ranks, kind);
+  flat_ = collective.allocate(num_elements_ + static_cast<int64_t>(parameters.size()) + 2 * num_ranks, kind);
   if (compresses(dtype, options.compression)) {
     const at::ScalarType travels_as = options.compression == Compression::kHalf ? at::kHalf : at::kBFloat16;
     compressed_ = collective.allocate(flat_.numel(), kind.dtype(travels_as));
@@ -155,7 +157,7 @@ void Bucket::start(const Collective& collective, const std::vector<at::Tensor>& 
 }
 
 void Bucket::start_copied(const Collective& collective, const std::vector<double>& marks, bool failed) {
-  mark(flat_, marks, failed ? collective.rank() : -1, 1);
+  mark(flat_, marks, collective.rank(), failed, 1);
   if (!compressed_.defined()) {
     work_ = collective.start_mean(flat_);
   } else if (collective.divides_beforehand(flat_.device())) {
@@ -173,7 +175,7 @@ void Bucket::start_packed(const Collective& collective, const std::vector<at::Te
   const bool divides = collective.divides_beforehand(flat_.device());
   const double scale = divides ? 1.0 / collective.size() : 1;
   pack(failed ? views_ : gradients, scale);
-  mark(payload(), marks, failed ? collective.rank() : -1, scale);
+  mark(payload(), marks, collective.rank(), failed, scale);
   work_ = divides ? collective.start_sum(payload()) : collective.start_mean(payload());
 }
 
@@ -201,8 +203,9 @@ void Bucket::pack(const std::vector<at::Tensor>& gradients, double scale) {
   gradients::pack(moves, payload(), scale);
 }
 
-// The parameters' marks, scaled, and 1 for the rank that failed, if any.
-void Bucket::mark(const at::Tensor& buffer, const std::vector<double>& marks, int failed_rank, double scale) const {
+// The parameters' marks, scaled, and for this rank 1 if it failed, and how many gradients it had kept.
+void Bucket::mark(const at::Tensor& buffer, const std::vector<double>& marks, int rank, bool failed,
+                  double scale) const {
   const auto num_slots = static_cast<int64_t>(marks.size());
   const at::Tensor places = buffer.narrow(0, num_elements_, num_slots);
   places.fill_(kArrived * scale);  // mostly all have
@@ -210,9 +213,10 @@ void Bucket::mark(const at::Tensor& buffer, const std::vector<double>& marks, in
     if (marks[slot] != kArrived) places.select(0, slot).fill_(marks[slot] * scale);
   }
   if (num_ranks_ == 0) return;
-  const at::Tensor failures = buffer.narrow(0, num_elements_ + num_slots, num_ranks_);
-  failures.zero_();
-  if (failed_rank >= 0) failures.select(0, failed_rank).fill_(1);
+  const at::Tensor of_ranks = buffer.narrow(0, num_elements_ + num_slots, 2 * num_ranks_);
+  of_ranks.zero_();
+  if (failed) of_ranks.select(0, rank).fill_(1);
+  if (num_kept_ != 0) of_ranks.select(0, num_ranks_ + rank).fill_(num_kept_ * scale);
 }
 
 void Bucket::wait(const Collective& collective) {
@@ -248,6 +252,17 @@ std::vector<int> Bucket::failed_ranks() const {
     if (flat_.select(0, first + rank).item<double>() > 0) ranks.push_back(static_cast<int>(rank));
   }
   return ranks;
+}
+
+std::optional<std::pair<int, int>> Bucket::ranks_that_kept_others() const {
+  if (!flat_.is_cpu() || num_ranks_ == 0) return std::nullopt;
+  const auto first = num_elements_ + static_cast<int64_t>(views_.size()) + num_ranks_;
+  const at::Tensor kept = flat_.narrow(0, first, num_ranks_);
+  const auto most = static_cast<int>(kept.argmax().item<int64_t>());
+  const auto least = static_cast<int>(kept.argmin().item<int64_t>());
+  const auto fewest = kept[least].item<double>();
+  if (fewest < 0 || fewest == kept[most].item<double>()) return std::nullopt;
+  return std::pair{most, least};
 }
 
 }  // namespace torchtp::gradients

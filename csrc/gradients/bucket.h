@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gradients/collective.h"
@@ -57,6 +58,10 @@ class Bucket {
   bool present_somewhere(size_t slot) const;
   bool arrived_somewhere(size_t slot) const;
   std::vector<int> failed_ranks() const;  // CPU only: on other devices a failure arrives as NaN
+  // How many gradients this rank had from before the backward, as the others had; below 0 if they need not be as many.
+  void tell_kept(int64_t num) { num_kept_ = num; }
+  // Those that told most and fewest of them to the last bucket, if they are not as many. CPU only.
+  std::optional<std::pair<int, int>> ranks_that_kept_others() const;
 
   // Measured while `measure` was set at start.
   const std::optional<Instant>& started_at() const { return started_at_; }
@@ -69,7 +74,7 @@ class Bucket {
   at::Tensor make_view(size_t slot, const at::TensorOptions& options, at::IntArrayRef sizes,
                        at::IntArrayRef strides) const;
   void pack(const std::vector<at::Tensor>& gradients, double scale);
-  void mark(const at::Tensor& buffer, const std::vector<double>& marks, int failed_rank, double scale) const;
+  void mark(const at::Tensor& buffer, const std::vector<double>& marks, int rank, bool failed, double scale) const;
   double marked(size_t slot) const;  // the mean of all ranks' marks
   void start_copied(const Collective& collective, const std::vector<double>& marks, bool failed);
   void start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients,
@@ -80,6 +85,7 @@ class Bucket {
   at::Tensor compressed_;  // defined where compression applies
   int64_t num_elements_;
   int64_t num_ranks_;
+  int64_t num_kept_ = 0;
   std::vector<at::Tensor> views_;
   std::vector<int64_t> begins_;  // of the views, in the buffer's numbers
   std::vector<c10::Stream> writers_;

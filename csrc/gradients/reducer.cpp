@@ -89,7 +89,23 @@ void Reducer::reduce() {
   settle();
   if (!trains()) return;
   begin();
+  num_kept_ = -1;  // ranks may have been given gradients of their own
   finish_or_tell();
+}
+
+// Of gradients that all have alike after a pass: a rank that zeroes them alone would halve those of the others.
+void Reducer::count_kept() {
+  if (has_local_) return;
+  num_kept_ = -1;
+  if (!is_alike_) return;
+  num_kept_ = std::count_if(parameters_.begin(), parameters_.end(),
+                            [](const Parameter& each) { return each.travels && each.tensor.grad().defined(); });
+}
+
+void Reducer::check_kept() const {
+  const auto apart = buckets_.back().ranks_that_kept_others();
+  TORCH_CHECK_VALUE(!apart, "gradients: rank ", apart->first, " had gradients of the last backward that rank ",
+                    apart->second, " had zeroed, so their mean is that of no batch; call zero_grad on all ranks alike");
 }
 
 std::optional<at::Tensor> Reducer::clip_norm(double most) {

@@ -99,6 +99,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
 
   // All of these with mutex_ held.
   void begin();
+  void count_kept();
+  void check_kept() const;
   void hold_hooks();
   std::vector<std::unique_ptr<HeldHooks>> hooks_to_run();
   void release_hooks() noexcept;
@@ -146,6 +148,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   bool in_between_ = false;  // in a backward that only accumulates, by the interval
   bool watches_ = false;
   bool has_local_ = false;        // gradients may hold what was added since the last pass, which no pass has reduced
+  bool is_alike_ = false;         // the last pass has left all ranks the same gradients
+  int64_t num_kept_ = -1;         // of them those that were there when the first was added to; -1: not alike
   std::vector<size_t> arrivals_;  // of this pass
   bool failed_ = false;           // a failed pass is not settled yet
   bool records_ = false;

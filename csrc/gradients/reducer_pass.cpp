@@ -16,6 +16,7 @@ void Reducer::before_accumulation() {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (in_pass_ || in_between_) return;
     settle();
+    count_kept();
     if (!sync_ || !trains()) return;
     if (is_between()) {
       in_between_ = true;
@@ -112,6 +113,7 @@ void Reducer::begin() {
   // Unless it has been given up since.
   has_local_ = has_local_ && std::any_of(parameters_.begin(), parameters_.end(),
                                          [](const Parameter& each) { return each.tensor.grad().defined(); });
+  count_kept();
   num_missing_.assign(buckets_.size(), 0);
   for (Parameter& parameter : parameters_) {
     const bool trained = parameter.tensor.requires_grad();
@@ -215,6 +217,7 @@ void Reducer::start(size_t index, bool failed) {
   note(Event::Kind::kStart, index);
   bucket.measure(records_);
   next_bucket_ = index + 1;
+  bucket.tell_kept(num_kept_);
   bucket.start(collective_, gradients, arrived, failed);
   if (bucket.packs() && !failed) {
     for (const size_t member : members) keep(parameters_[member]);
@@ -286,9 +289,10 @@ void Reducer::end_of_backward(bool nested) {
 
 void Reducer::finish_or_tell() {
   num_local_ = 0;
-  has_local_ = false;
+  has_local_ = is_alike_ = false;
   try {
     finish();
+    is_alike_ = true;
   } catch (...) {
     failed_ = true;
     release_hooks();
@@ -315,6 +319,7 @@ void Reducer::finish() {
   const std::vector<int> failures = buckets_.back().failed_ranks();
   TORCH_CHECK(failures.empty(), "gradients: backward raised an exception on rank ", failures.front(),
               ", so the gradients of this backward are not those of the whole batch; zero them before the next one");
+  check_kept();
 }
 
 void Reducer::hand_out(Parameter& parameter) {
@@ -338,7 +343,7 @@ void Reducer::abandoned_backward() noexcept {
   const bool has_begun = std::exchange(in_pass_, false);
   in_between_ = false;
   num_local_ = 0;
-  has_local_ = false;
+  has_local_ = is_alike_ = false;
   failed_ = true;
   release_hooks();
   tell_failure(has_begun);
