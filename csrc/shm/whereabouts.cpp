@@ -45,6 +45,11 @@ uint64_t renumbered(uint64_t ranks, const std::vector<std::string>& processes, c
 
 void Whereabouts::add(const Group& group, std::string name, std::vector<std::string> processes, Board& mine) {
   std::lock_guard<std::mutex> lock(mutex_);
+  // Groups of an earlier life, whose objects may live on in a mesh, have ended for all that come after them.
+  const auto has_ended = [](const Entry& each) {
+    return each.failed_ns != 0 && each.group->presence(each.group->rank()) == Presence::kLeft;
+  };
+  waits_.erase(std::remove_if(waits_.begin(), waits_.end(), has_ended), waits_.end());
   members_.push_back({&group, std::move(name), std::move(processes), &mine});
   if (!waits_.empty()) tell_all();
 }
