@@ -111,6 +111,8 @@ def _different_modules(which):
         module = nn.Conv2d(2, 3 + dist.get_rank(), 3)
     elif which == "number":
         module = nn.Conv2d(2, 3, 3, bias=dist.get_rank() == 0)
+    elif which == "options":
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Dropout(0.1 + dist.get_rank() / 2))
     else:
         module = nn.Conv2d(2, 3, 3, device="meta" if dist.get_rank() == 0 else "cpu")
     with pytest.raises(ValueError) as caught:
@@ -124,6 +126,7 @@ def _different_modules(which):
         ("shape", "rank 1 has weight of shape (4, 2, 3, 3) and torch.float32"),
         ("number", "rank 1 has no tensor in its place"),
         ("device", "weight lives on meta, but the mesh is one of cpu devices"),
+        ("options", "rank 0 has Dropout(p=0.1, inplace=False) as '1', rank 1 has Dropout(p=0.6, inplace=False) as '1'"),
     ],
 )
 def test_modules_that_differ(which, text):
@@ -271,15 +274,16 @@ def test_data_ranks_that_average_other_gradients(axes, how, text):
 
 def _after_the_end():
     make, image = (lambda: make_network("convnext", dtype=torch.float32)), torch.rand(1, 2, 8, 8)
-    model = torchtp.parallelize(make(), make_layout({"w": 2}), output="full")
+    layout = make_layout({"w": 2})
+    model = torchtp.parallelize(make(), layout, output="full")
     expected = model(image)
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     messages = []
-    for _ in range(2):
+    for call in (model, lambda _: torchtp.parallelize(make(), layout), model):
         with pytest.raises(RuntimeError) as caught:
-            model(image)
+            call(image)
         messages.append(str(caught.value))
         if not dist.is_initialized():
             dist.init_process_group("torchtp", store=store, rank=rank, world_size=size)

@@ -194,6 +194,20 @@ def test_models_that_are_apart_in_evaluation(axes, what, when, heard):
     assert all(steps == [] for steps, _ in told[2:])
 
 
+def _one_part_evaluates(train):
+    model = torchtp.parallelize(nn.Sequential(nn.Conv2d(2, 2, 3), nn.Dropout()), make_layout({"w": 2})).train(train)
+    model[1].train(train != (dist.get_rank() == 1))
+    with pytest.raises(ValueError, match=r"rank 1 calls it in \w+, with 1 parts in \w+ \('1' to '1'\)"):
+        model(_image(0))
+    model.train()
+    model(_image(0)).sum().backward()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_part_in_another_mode(train):
+    run_ranks(_one_part_evaluates, 2, train, timeout=LIMIT)
+
+
 def _cut_otherwise():
     dims = {"s": -1 if dist.get_rank() == 1 else -2}
     layout = torchtp.Layout(init_device_mesh("cpu", (2,), mesh_dim_names=("s",)), spatial=dims)

@@ -57,6 +57,7 @@ class Axes:
     taken_from: Origins = field(default_factory=Origins)  # of sums and rows
 
 
+MOST_SHAPES = 4096  # of which something is remembered: masks and detectors make other ones all the time
 _ATTRIBUTE = "_torchtp_axes"
 _spatial: dict[int, set[int]] = {}
 
@@ -120,6 +121,8 @@ def cut_of(mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> Cut |
             [axes.groups[axis] for _, axis in chosen],
             [axis for _, axis in chosen],
         )
+    if len(axes.cuts) > MOST_SHAPES:
+        axes.cuts.clear()
     axes.cuts[key] = cut
     return cut
 

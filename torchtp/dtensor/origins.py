@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.upstream import Placement, in_backward
+from torchtp.dtensor.upstream import Placement, Replicate, in_backward
 
 Placements = tuple[Placement, ...]
 
-_MOST = 4096  # that are remembered, of shapes and of nodes
+_MOST = 16384  # that are remembered, of shapes and of nodes: more than a step sums and slices
 
 
 class Origins:
-    """By shape as long as all tensors of that shape were cut alike; from then on by the op that took something of them, too.
+    """By the op that took something of them where autograd recorded it, else by shape, if all of that shape were cut alike.
 
     Autograd hands a derivative the shape of what its op read and nothing more. The node of an op is made just before its rule is
     asked, so the number of that node in its sequence, which the derivative knows, tells them apart.
@@ -26,14 +26,17 @@ class Origins:
         self._of_node: dict[tuple[int, torch.Size], Placements] = {}
 
     def note(self, shape: torch.Size, placements: Placements, requires_grad: bool) -> None:
-        """That a rule takes something of a tensor of that shape, which is cut so; whether autograd has made it a node."""
-        if not in_backward():
+        """That a rule takes something of a tensor of that shape, which is placed so; whether autograd has made it a node.
+
+        Of what every rank holds one rank alone may take something, to print it: that tells nothing of other tensors.
+        """
+        if requires_grad and torch.is_grad_enabled():
+            self._of_node[torch.autograd._get_sequence_nr() - 1, shape] = placements
+            _keep_few(self._of_node)
+        if not in_backward() and not all(isinstance(placement, Replicate) for placement in placements):
             alike = self._of_shape.setdefault(shape, placements) == placements
             self._of_shape[shape] = placements if alike else None
             _keep_few(self._of_shape)
-        if self._of_shape.get(shape, placements) is None and requires_grad and torch.is_grad_enabled():
-            self._of_node[torch.autograd._get_sequence_nr() - 1, shape] = placements
-            _keep_few(self._of_node)
 
     def of(self, shape: torch.Size) -> Placements | None:
         """How the tensor of that shape was cut whose gradient autograd computes now on this thread, if that is known."""

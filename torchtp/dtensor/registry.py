@@ -125,7 +125,9 @@ def install(name: str, handler: Handler) -> None:
         note_backward()
         _mind_others(args)
         if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            leaves = pytree.tree_leaves((args, kwargs))
+            # Where nothing takes a gradient, one rank alone may write: the loss into a list that it prints.
+            for leaf in leaves if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves) else ():
                 if isinstance(leaf, DTensor):
                     hand_in(leaf)
                 elif _is_plain(leaf):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -100,20 +101,29 @@ class Given(Function):
 
 
 _HANDS_IN = "_torchtp_hands_in"
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def hand_in(tensor: DTensor) -> None:
     """Have a DTensor whose values are about to go into a plain tensor take the plain gradient that comes back for them.
 
     What else comes back is added up with it by the mean rule first, see `pointwise._accumulate`. With grad mode off, what
-    has a gradient is written in the forward of a Function of people's own.
+    has a gradient is written in the forward of a Function of people's own, or one rank alone notes it down.
     """
-    if not torch.is_grad_enabled() and not tensor.requires_grad:
+    if not torch.is_grad_enabled() and not (tensor.requires_grad and _is_in_function()):
         return
     mesh = tensor.device_mesh
     axes_of(mesh).writes_into_plain = True
     if tensor.requires_grad and is_first(tensor, _HANDS_IN):
         tensor.register_hook(lambda grad: grad if isinstance(grad, DTensor) else Contributed.apply(grad, mesh))
+
+
+def _is_in_function() -> bool:
+    """Whether the forward of a Function runs on this thread."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def is_first(tensor: torch.Tensor, attribute: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torchtp.dtensor.cut import Axes, Placements, axes_of, num_shards, owned, partial_over_shards
+from torchtp.dtensor.cut import MOST_SHAPES, Axes, Placements, axes_of, num_shards, owned, partial_over_shards
 from torchtp.dtensor.upstream import (
     DeviceMesh,
     DTensor,
@@ -46,7 +46,7 @@ def wrap(
     if spec is None:
         if stride is None and not tells_order(axes, placements, shape):
             return wrap(local, mesh, placements, shape)  # the first of its kind on this mesh: on all ranks
-        if len(axes.specs) > 4096:
+        if len(axes.specs) > MOST_SHAPES:
             axes.specs.clear()
         spec = make_spec(mesh, placements, shape, stride or dense_stride(shape, local.stride()), local.dtype)
         axes.specs[key] = spec
@@ -184,6 +184,8 @@ def tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
     key = placements, shape
     tells = axes.tell_order.get(key)
     if tells is None:
+        if len(axes.tell_order) > MOST_SHAPES:
+            axes.tell_order.clear()
         extents: dict[int, set[int]] = {}
         for size, placement in zip(axes.sizes, placements, strict=True):
             if plain_shard(placement):

@@ -88,9 +88,9 @@ class Composition:
         if not takes_up and self._newcomers(module):
             self.forget()
         own = set(map(id, module.parameters()))
-        if takes_up and not self.is_computed and any(one.requires_grad and id(one) not in own for one in known):
-            self.forget()  # what was taken away is neither kept nor sent any longer
-            return "a parameter was taken away after the first training step"
+        if not self.is_computed and any(one.requires_grad and id(one) not in own for one in known):
+            self.forget()  # what was taken away is neither kept nor sent any longer, from a forward on that takes it up
+            return "a parameter was taken away after the first training step" if takes_up else ""
         return ""
 
     def newcomers(self, module: nn.Module) -> set[str]:
@@ -116,7 +116,8 @@ class Composition:
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
         """Inside, computed parameters hand their gradient on complete: the mean over the ranks of an image of what they have."""
-        before = [(table, name, table[name]) for table, name in self._places]
+        # Without gradients nobody has looked whether they are still there.
+        before = [(table, name, table[name]) for table, name in self._places if torch.is_grad_enabled()]
         try:
             for table, name, value in before:
                 if value is not None and value.requires_grad and torch.is_grad_enabled():

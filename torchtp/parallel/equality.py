@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import torch
@@ -28,9 +30,24 @@ class Written:
         self._layout = layout
         self._names: set[str] = set()
 
+    @contextlib.contextmanager
+    def watched(self, module: nn.Module, addresses: Collection[int]) -> Iterator[None]:
+        """Around a forward, which may raise after it has written: what is at `addresses` by then, and parameters that it
+        wrote plain, those of convolutions and norms."""
+        before = [(one, one._version) for one in module.parameters() if _counts(one)] if self._is_asked() else []
+        try:
+            yield
+        finally:
+            plain = {one.untyped_storage().data_ptr() for one, version in before if one._version != version}
+            self.note(module, plain.union(addresses))
+
+    def _is_asked(self) -> bool:
+        """Whether there are data ranks that write something else."""
+        return self._layout.group.size() > self._layout.num_shards
+
     def note(self, module: nn.Module, addresses: Collection[int]) -> None:
         """Take in what was written, by the address of its memory."""
-        if addresses and self._layout.group.size() > self._layout.num_shards:
+        if addresses and self._is_asked():
             self._names.update(
                 name for name, tensor in tensors_of(module) if tensor.untyped_storage().data_ptr() in addresses
             )
@@ -62,7 +79,8 @@ def make_equal(
 ) -> None:
     """Broadcast parameters and buffers, but those that are `known`, from the first rank of `layout.group`.
 
-    Raises ValueError on all ranks if names, shapes, dtypes or `options` differ or a tensor is off the mesh's devices.
+    Raises ValueError on all ranks if names, shapes, dtypes or `options` differ or a tensor is off the mesh's devices;
+    without `known` also if layers of torch.nn do, or their options.
     Buffers may differ where some are `known`: forwards have made them since, tables for the sizes of a rank's images.
     """
     named = [(name, tensor) for name, tensor in tensors_of(module) if known is None or tensor not in known]
@@ -82,7 +100,22 @@ def make_equal(
     compared = named if known is None else [one for one in named if isinstance(one[1], nn.Parameter)]
     described = [(name, tensor.shape, tensor.dtype) for name, tensor in compared]
     layout.agreement.check_modules([(repr(layout) + options, torch.Size(), None), *described], complaint)
+    if known is None:  # asked last: a parameter that is missing says more
+        layout.agreement.check_modules([(layer, torch.Size(), None) for layer in _layers(module)])
     _overwrite(named if known is None else _alike(named, set(), layout)[0], layout)
+
+
+def _layers(module: nn.Module) -> Iterator[str]:
+    """What torch.nn's own layers are, and their options: with others on some ranks an image would be a patchwork."""
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith("torch.nn.modules."):
+            options = re.sub(r" at 0x[0-9a-f]+", "", part.extra_repr())  # of functions: others in each process
+            yield f"{type(part).__name__}({options}) as {name!r}"
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor counts what is written into it."""
+    return not isinstance(tensor, DTensor) and not tensor.is_inference()
 
 
 def _alike(

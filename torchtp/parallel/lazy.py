@@ -144,27 +144,30 @@ def _parametrized(module: nn.Module) -> list[str]:
     return list(cast(Any, module).parametrizations) if parametrize.is_parametrized(module) else []
 
 
-def settle_buffers(modules: Iterable[nn.Module]) -> set[int]:
-    """Make buffers plain that a forward replaced by something made of Lazy tensors or cut activations; their `addresses`."""
+Buffers = list[tuple[dict[str, Any], dict[str, Any]]]  # tables of modules, and what they held before a forward
+
+
+def settle_buffers(before: Buffers) -> set[int]:
+    """Make buffers plain that a forward made of Lazy tensors or cut ones; the `addresses` of all that it replaced."""
     replaced = []
-    for module in modules:
-        for name, buffer in module._buffers.items():
+    for table, buffers in before:
+        for name, buffer in table.items():
             if isinstance(buffer, (Lazy, DTensor, Canvas)):
-                settled = buffer.full_tensor() if isinstance(buffer, DTensor) else plainly(_unlazy(buffer))
-                module._buffers[name] = settled
-                replaced.append(settled)
+                table[name] = buffer.full_tensor() if isinstance(buffer, DTensor) else plainly(_unlazy(buffer))
+            if table[name] is not buffers.get(name):
+                replaced.append(table[name])
     return addresses(replaced)
 
 
 @contextlib.contextmanager
-def given_back_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Around a forward: where it raises, buffers that only `settle_buffers` would make plain are those of before.
+def given_back_buffers(modules: Iterable[nn.Module]) -> Iterator[Buffers]:
+    """Around a forward, for `settle_buffers`; where it raises, what only that would make plain is that of before.
 
     Other ranks may have raised elsewhere, so that nothing can be gathered.
     """
-    before = [(part._buffers, dict(part._buffers.items())) for part in modules if part._buffers]
+    before = [(cast(dict[str, Any], part._buffers), dict(part._buffers.items())) for part in modules]
     try:
-        yield
+        yield before
     except BaseException:
         for table, buffers in before:
             for name, buffer in list(table.items()):

@@ -61,6 +61,7 @@ def parallelize(
     Raises ValueError on all ranks if parameters, `output`, `reduce` or images differ; TypeError for no module, Layout.
     """
     check_types("parallelize", module, layout)
+    refuse_ended(layout.group)
     complaint = ""  # told to all ranks, as is what they want of it: the others would wait for this one
     if output not in ("dtensor", "local", "full"):
         complaint = f'output is "dtensor", "local" or "full", but it is "{output}"'
@@ -176,12 +177,12 @@ class _State:
             if stranger and not (everyone and reducer.syncs):
                 complaint, stranger = complaint or f"{stranger}: {_WHERE_TO_RENEW}", ""
         of_devices = self._comparisons.call()
-        averages = _averages(reducer)
+        averages, parts = _averages(reducer), self._parts_of(module)
         agreed = self.layout.agreement.check(
             Call(
                 tensors,
                 complaint,
-                _mode(module, averages, self.layout.mesh.device_type),
+                _mode(module, parts, averages, self.layout.mesh.device_type),
                 averages,
                 randomness.fingerprint(self.layout),
                 self._written.digest(module, self._composition.newcomers(module) if is_new and everyone else ()),
@@ -207,11 +208,12 @@ class _State:
             self._composition.given(),
             inner_gradients.averaged(self.layout.spatial_mesh, self._composition.parameters),
             looking_out(),
-            lazy.given_back_buffers(self._parts_of(module)),
+            lazy.given_back_buffers(parts) as buffers,
             running() as written,
+            self._written.watched(module, written),
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
-        self._written.note(module, written | lazy.settle_buffers(self._parts_of(module)))
+        self._written.note(module, lazy.settle_buffers(buffers))
         outputs, contents = arguments.settle(outputs, lambda nested: self._images.give(nested, tensors))
         if reducer is not None:
             for leaf in pytree.tree_leaves((outputs, contents)):
@@ -232,7 +234,7 @@ class _State:
                 self._composition.taken_up(module)
                 self.equal = weakly(tensor for _, tensor in tensors_of(module))
                 self._reducer = GradientReducer(named, self.layout.gradient_group, **options)
-                _averaging.add(self)
+                _averaging[self] = weakref.ref(module)
                 self._stop_awaiting()
         return self._reducer
 
@@ -240,7 +242,7 @@ class _State:
         """What is wrong with parameters that another parallelized module averages too: each would undo the other's."""
 
         def taken() -> str | None:
-            theirs = {id(one) for state in _averaging if state._reducer for one in state._reducer.parameters}
+            theirs = {id(one) for state, other in _averaging.items() for one in state.still_averages(other())}
             return next((name for name, one in named if one.requires_grad and id(one) in theirs), None)
 
         if taken() is None:
@@ -253,6 +255,16 @@ class _State:
             "module that contains both, or each with reduce=False and give the parameters of both to one "
             "torchtp.gradients.GradientReducer over layout.gradient_group"
         )
+
+    def still_averages(self, module: nn.Module | None) -> Sequence[torch.Tensor]:
+        """The parameters that the reducer of that module has; none any more if some of them were taken out of it."""
+        if self._reducer is not None and module is not None:
+            own = set(map(id, module.parameters()))
+            if all(id(one) in own for one in self._reducer.parameters):
+                return self._reducer.parameters
+            self._composition.forget()  # made anew at its next forward
+            self._reducer = None
+        return ()
 
     def parameters_changed(self) -> None:
         """Keep averaging the gradients of parameters that were cast or moved."""
@@ -303,9 +315,13 @@ class _State:
         return [module, *self._parts]
 
 
-def _mode(module: nn.Module, averages: str, device_type: str) -> str:
+def _mode(module: nn.Module, parts: Sequence[nn.Module], averages: str, device_type: str) -> str:
     """How the module is called, in words."""
-    words = ["in training" if module.training else "in evaluation"]
+    modes = ["in evaluation", "in training"]
+    words = [modes[module.training]]
+    if any(part.training != module.training for part in parts):  # a dropout, a norm with frozen statistics
+        names = [name for name, part in module.named_modules() if part.training != module.training]
+        words.append(f"with {len(names)} parts {modes[not module.training]} ({names[0]!r} to {names[-1]!r})")
     if torch.is_inference_mode_enabled():
         words.append("in inference mode")
     elif not torch.is_grad_enabled():
@@ -328,4 +344,5 @@ def _averages(reducer: GradientReducer | None) -> str:
     return ", ".join(words)
 
 
-_averaging: weakref.WeakSet[_State] = weakref.WeakSet()  # those that have a reducer
+# Those that have a reducer, and whose they are.
+_averaging: weakref.WeakKeyDictionary[_State, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()

@@ -283,10 +283,14 @@ def rehearse(
             # Not on a single device: where a mode is active, some ops take another way and keep something else.
             stack.enter_context(observer)
         locals_ = [image._local_tensor if isinstance(image, DTensor) else image for image in inputs]
-        with SavedBytes([*parameters, *locals_]) as saved, running() if axes else contextlib.nullcontext():
+        with (
+            SavedBytes([*parameters, *locals_]) as saved,
+            lazy.given_back_buffers(module.modules()) as buffers,
+            running() if axes else contextlib.nullcontext(),
+        ):
             outputs = module(*inputs)
         counts.kept_bytes = saved.num_bytes
-        lazy.settle_buffers([part for part in module.modules() if part._buffers])
+        lazy.settle_buffers(buffers)
         _backward(lazy.unwrap(outputs))
     return counts
 
