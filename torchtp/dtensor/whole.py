@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -101,7 +100,6 @@ class Given(Function):
 
 
 _HANDS_IN = "_torchtp_hands_in"
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def hand_in(tensor: DTensor) -> None:
@@ -119,11 +117,8 @@ def hand_in(tensor: DTensor) -> None:
 
 
 def _is_in_function() -> bool:
-    """Whether the forward of a Function runs on this thread."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    """Whether the forward of a Function runs on this thread: there forward mode is off as well, under no_grad it is not."""
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def is_first(tensor: torch.Tensor, attribute: str) -> bool:
