@@ -116,10 +116,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags every benchmark has."""
+def parser(description: str | None, *, times: bool = True) -> argparse.ArgumentParser:
+    """The flags every benchmark has; one that times nothing has nothing to repeat."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--repeat", type=positive_int, default=20, help="measurements of each figure (default 20)")
+    if times:
+        made.add_argument("--repeat", type=positive_int, default=20, help="measurements of each figure (default 20)")
     made.add_argument("--quick", action="store_true", help="few sizes and repetitions, to try the program itself")
     made.add_argument(
         "--out", type=_result_file, help="the JSON file to write (default benchmarks/results/<name>.json)"

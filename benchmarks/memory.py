@@ -96,7 +96,7 @@ def kept(name: str, mesh: dict[str, int]) -> int:
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    args = parser(__doc__, times=False).parse_args()
     rows: list[dict[str, Any]] = []
     for name in ["tiny"] if args.quick else [name for name in NETWORKS if name != "tiny"]:
         single = run_ranks(kept, 1, name, {})[0]

@@ -174,7 +174,7 @@ def _axes(text: str) -> Axes:
 
 
 def main() -> int:
-    flags = parser(__doc__)
+    flags = parser(__doc__, times=False)
     flags.add_argument("wanted", nargs="*", metavar="NAME", help="part of a library's or a network's name")
     flags.add_argument("--mesh", action="append", type=_axes, help="default: h=2, h=3, w=2 and h=2,w=2")
     sets = flags.add_mutually_exclusive_group()

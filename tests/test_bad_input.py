@@ -225,8 +225,8 @@ def _call_in_another_way(axes, how):
             stack.enter_context(torch.no_grad())
         elif dist.get_rank() == 0 and how == "does not average":
             stack.enter_context(torchtp.no_sync(model))
-        elif dist.get_rank() == 0 and how == "in fewer bits":
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif dist.get_rank() == 0:
+            stack.enter_context(torchtp.strict() if how == "is strict" else torch.autocast("cpu", torch.bfloat16))
         model(images)
     model.train()
     model(images).sum().backward()
@@ -240,6 +240,7 @@ def _call_in_another_way(axes, how):
         ("evaluates", "rank 0 calls it in evaluation, without gradients, rank 1 calls it in training"),
         ("does not average", "rank 0 calls it in training, under torchtp.no_sync, rank 1 calls it in training"),
         ("in fewer bits", "rank 0 calls it in training, under autocast to torch.bfloat16, rank 1 calls it in training"),
+        ("is strict", "rank 0 calls it in training, under torchtp.strict, rank 1 calls it in training"),
     ],
 )
 def test_one_rank_calls_it_in_another_way(axes, how, text):

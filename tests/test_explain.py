@@ -46,8 +46,18 @@ class Everything(nn.Module):
         return self.leave(F.dropout(x, 0.1).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Tokens(nn.Sequential):
+    """Gives an image that was a sequence of its pixels, and so is cut along its rows."""
+
+    def forward(self, x):
+        y = self[0](x)
+        return self[1](y.flatten(2).transpose(1, 2)).transpose(1, 2).view(y.shape)
+
+
 def make(name):
     torch.manual_seed(0)
+    if name == "tokens":
+        return Tokens(nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4, 4))
     return Everything() if name == "everything" else make_network(name, dtype=torch.float32)
 
 
@@ -116,7 +126,7 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if op.namespace == "_c10d_functional" and "wait" not in op.name():
+        if op.namespace == "_c10d_functional" and "wait" not in op.name() and "wrap" not in op.name():
             self.seen.append((op.name().replace("::", "."), args[0].nbytes))
         return op(*args, **(kwargs or {}))
 
@@ -132,11 +142,12 @@ def collectives(name, axes, shape):
     return mode.seen
 
 
+@pytest.mark.parametrize("name", ["everything", "tokens"])
 @pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}])
-def test_collectives_told_are_those_of_a_run(axes):
+def test_collectives_told_are_those_of_a_run(axes, name):
     shape = (2, 2, 16, 24)
-    told = torchtp.explain(make("everything"), shape, axes)
-    seen = run_ranks(collectives, torch.Size(axes.values()).numel(), "everything", axes, shape)[0]
+    told = torchtp.explain(make(name), shape, axes)
+    seen = run_ranks(collectives, torch.Size(axes.values()).numel(), name, axes, shape)[0]
     ours = [each for each in told.collectives if each.op.startswith("_c10d_functional")]
     assert sum(each.times for each in ours) == len(seen) > 0
     assert sum(each.num_bytes for each in ours) == sum(num_bytes for _, num_bytes in seen)

@@ -46,6 +46,11 @@ def strict() -> Iterator[None]:
             _strict -= 1
 
 
+def is_strict() -> bool:
+    """Inside `strict`."""
+    return _strict > 0
+
+
 @contextlib.contextmanager
 def told_to(listener: Listener) -> Iterator[None]:
     """Inside, on this thread, `listener` is called for every gather, and nothing is said or raised."""

@@ -19,7 +19,11 @@ Described = tuple[str, torch.Size, torch.dtype | None]
 _COMPLAINS, _EVERYONE, _MODE, _AVERAGES, _NUM, _HASH, _VALUES, _NOTE, _WRITTEN, _STRANGER, _KIND, _WORDS = range(12)
 _MOST_OF_A_PARAMETER = 16
 _CALL, _MODULES, _PARAMETERS = range(3)  # what is asked, and as what a rank is told of it
-_DOES = ("calls the module", "makes, copies or renews a parallelized module", "compares its parameters")
+_DOES = (
+    "calls the module",
+    "makes, copies or renews a parallelized module, or calls one with gradients for the first time",
+    "compares its parameters",
+)
 
 
 @dataclass(frozen=True)

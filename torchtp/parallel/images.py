@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.moving import Recut
@@ -125,13 +125,15 @@ class Images:
         """An image that went through a sequence of its pixels, say, may be cut along another dim than the layout says."""
         if leaf.device_mesh != self._layout.spatial_mesh or not self._layout.reaches(leaf.dim()):
             return leaf
-        wanted = tuple(
-            own if plain_shard(place) else place
-            for place, own in zip(leaf.placements, self._layout.placements(leaf.dim()), strict=True)
-        )
-        if wanted == leaf.placements or not any(_looks_like(leaf.shape, image) for image in images):
-            return leaf
-        return Recut.apply(leaf, wanted)
+        return cut_as_images(leaf, self._layout.placements(leaf.dim()), images)
+
+
+def cut_as_images(leaf: DTensor, placements: Sequence[Placement], images: Sequence[Sequence[int]]) -> DTensor:
+    """An output, cut as `placements` say if it looks like one of the images of these shapes."""
+    wanted = tuple(own if plain_shard(place) else place for place, own in zip(leaf.placements, placements, strict=True))
+    if wanted == leaf.placements or not any(_looks_like(leaf.shape, image) for image in images):
+        return leaf
+    return Recut.apply(leaf, wanted)
 
 
 def _in_words(value: bool | int | float | str) -> str:
@@ -144,7 +146,7 @@ def is_image(described: Described) -> bool:
     return described[0].startswith(_IMAGE)
 
 
-def _looks_like(shape: torch.Size, image: torch.Size) -> bool:
+def _looks_like(shape: torch.Size, image: Sequence[int]) -> bool:
     """Whether an output of that shape is an image: of as many dims, or without channels and of the same proportions."""
     if len(shape) == len(image):
         return True

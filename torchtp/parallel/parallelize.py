@@ -330,6 +330,8 @@ def _mode(module: nn.Module, parts: Sequence[nn.Module], averages: str, device_t
         words.append(averages)
     if torch.is_autocast_enabled(device_type):
         words.append(f"under autocast to {torch.get_autocast_dtype(device_type)}")
+    if notice.is_strict():  # it would refuse what the others begin to gather
+        words.append("under torchtp.strict")
     return "calls it " + ", ".join(words)
 
 

@@ -39,6 +39,7 @@ from torchtp.dtensor.cut import cut_locally
 from torchtp.dtensor.upstream import Op, in_backward, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 from torchtp.parallel import lazy
+from torchtp.parallel.images import cut_as_images
 from torchtp.parallel.randomness import outside_torch
 from torchtp.parallel.running import running
 from torchtp.planning.measure import SavedBytes
@@ -176,7 +177,7 @@ class _Observer(TorchDispatchMode):
         if op.namespace == "torchtp":
             self._count_exchanges(op)
             self._count_collectives(op, _statistics_bytes(op, args))
-        elif op.namespace == "_c10d_functional" and op is not torch.ops._c10d_functional.wait_tensor.default:
+        elif op.namespace == "_c10d_functional" and _communicates(op):
             self._count_collectives(op, [leaf.nbytes for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)])
         return results
 
@@ -210,6 +211,11 @@ class _Observer(TorchDispatchMode):
                 key = (axis, placement.dim - leaf.dim())
                 if num_empty > 0 and key not in self._counts.empty:
                     self._counts.empty[key] = (self._modules.place(op), extent, num_empty)
+
+
+def _communicates(op: Op) -> bool:
+    """Whether it sends something: what names no group (wait_tensor, _wrap_tensor_autograd) does not."""
+    return any(argument.name == "group_name" for argument in op._schema.arguments)
 
 
 def _statistics_bytes(op: Op, args: tuple[Any, ...]) -> list[int]:
@@ -289,6 +295,8 @@ def rehearse(
             running() if axes else contextlib.nullcontext(),
         ):
             outputs = module(*inputs)
+        if axes:
+            outputs = pytree.tree_map_only(DTensor, lambda leaf: _given(leaf, mesh, dims, shapes), outputs)
         counts.kept_bytes = saved.num_bytes
         lazy.settle_buffers(buffers)
         _backward(lazy.unwrap(outputs))
@@ -310,6 +318,14 @@ def _alone_norm(base: type[nn.SyncBatchNorm]) -> type:
 def _cut(image: Tensor, mesh: DeviceMesh, dims: Mapping[str, int]) -> DTensor:
     placements = tuple(Shard(dim + image.dim()) for dim in dims.values())
     return wrap(cut_locally(image, mesh, placements).clone(), mesh, placements, image.shape)
+
+
+def _given(leaf: DTensor, mesh: DeviceMesh, dims: Mapping[str, int], shapes: Sequence[Sequence[int]]) -> DTensor:
+    """An output as `parallelize` gives it: what looks like an image is cut as the images are."""
+    cut = [dim + leaf.dim() for dim in dims.values()]
+    if leaf.device_mesh != mesh or min(cut) <= 0:
+        return leaf
+    return cut_as_images(leaf, [Shard(dim) for dim in cut], shapes)
 
 
 def _backward(outputs: Any) -> None:
