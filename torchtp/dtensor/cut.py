@@ -79,6 +79,12 @@ def axes_of(mesh: DeviceMesh) -> Axes:
     return axes
 
 
+def note_taken(tensor: DTensor) -> None:
+    """That something of the tensor is taken, a sum or rows: its gradient is to be cut as the tensor is."""
+    spec = spec_of(tensor)
+    axes_of(spec.mesh).taken_from.note(spec.shape, sums_done(spec.placements), tensor.requires_grad)
+
+
 def cut_further(placements: Placements, like: Placements, takes: Callable[[int], bool]) -> Placements:
     """The placements, and on axes over which they are whole those of `like` that cut a dim which `takes`."""
     return tuple(

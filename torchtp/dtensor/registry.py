@@ -125,13 +125,7 @@ def install(name: str, handler: Handler) -> None:
         note_backward()
         _mind_others(args)
         if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
-            leaves = pytree.tree_leaves((args, kwargs))
-            # Where nothing takes a gradient, one rank alone may write: the loss into a list that it prints.
-            for leaf in leaves if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves) else ():
-                if isinstance(leaf, DTensor):
-                    hand_in(leaf)
-                elif _is_plain(leaf):
-                    hand_out(leaf)
+            _mind_gradients(args, kwargs)
         if holds_sum(args[0]):
             result = write_into_sum(op, handler, args, kwargs or {})
         else:
@@ -159,6 +153,21 @@ def _may_need_averaging(arg: Any) -> bool:
     if type(arg) is not torch.Tensor and (type(arg) is not nn.Parameter or is_averaged(arg)):
         return False
     return bool(arg.requires_grad)
+
+
+def _mind_gradients(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Prepare what is written into a plain tensor, and what is there, for gradients that come back in the other form.
+
+    Where nothing takes a gradient, one rank alone may write: the loss into a list that it prints.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not any(tensor.requires_grad for tensor in tensors):
+        return
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            hand_in(tensor)
+        else:
+            hand_out(tensor)
 
 
 def _mind_others(args: tuple[Any, ...]) -> None:

@@ -117,10 +117,11 @@ class Composition:
     def given(self) -> Iterator[None]:
         """Inside, computed parameters hand their gradient on complete: the mean over the ranks of an image of what they have."""
         # Without gradients nobody has looked whether they are still there.
-        before = [(table, name, table[name]) for table, name in self._places if torch.is_grad_enabled()]
+        places = self._places if torch.is_grad_enabled() else []
+        before = [(table, name, table[name]) for table, name in places]
         try:
             for table, name, value in before:
-                if value is not None and value.requires_grad and torch.is_grad_enabled():
+                if value is not None and value.requires_grad:
                     table[name] = Given.apply(value, self._layout.spatial_mesh)
             yield
         finally:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtp.dtensor.agreed import check_fractions
-from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_cutting, axes_of, dim_of, full_of, note_taken, sums_done
 from torchtp.dtensor.moving import all_reduced, recut
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
@@ -93,8 +93,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def _note_summed(tensor: Any) -> None:
     """Its gradient, a value that is expanded, is to be cut as the tensor is (`expand`)."""
     if isinstance(tensor, DTensor):
-        spec = spec_of(tensor)
-        axes_of(spec.mesh).taken_from.note(spec.shape, sums_done(spec.placements), tensor.requires_grad)
+        note_taken(tensor)
 
 
 @spatial_rule("sum.dim_IntList", "sum")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtp.dtensor.cut import axes_of, cut_further, dim_of, interval, sums_done
+from torchtp.dtensor.cut import axes_of, cut_further, dim_of, interval, note_taken
 from torchtp.dtensor.moving import Wants, chunk_of, everywhere, only_row, pulled, pushed, recut
 from torchtp.dtensor.nesting import takes_nested, takes_nested_if
 from torchtp.dtensor.parts import linked
@@ -101,9 +101,8 @@ def _note_taken(tensor: Any, dim: int) -> None:
     """The gradient of rows of a cut dim, of a class token, is to be cut among zeros as the tensor is (`_among_zeros`)."""
     if not isinstance(tensor, DTensor):
         return
-    spec = spec_of(tensor)
-    if not is_spatial(tensor) or axis_cutting(spec.placements, dim_of(dim, tensor.dim())) is not None:
-        axes_of(spec.mesh).taken_from.note(spec.shape, sums_done(spec.placements), tensor.requires_grad)
+    if not is_spatial(tensor) or axis_cutting(spec_of(tensor).placements, dim_of(dim, tensor.dim())) is not None:
+        note_taken(tensor)
 
 
 def _among_zeros(rows: Any, sizes: list[int], dim: int, begin: int) -> DTensor | None:
@@ -227,9 +226,8 @@ def select_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if not isinstance(grad, DTensor):
         return unruled(op, args, kwargs)
     dim = dim_of(dim, len(sizes))
-    if (
-        axes_of(grad.device_mesh).taken_from.of(torch.Size(sizes)) is not None
-    ):  # else the row is not made one for nothing
+    known = axes_of(grad.device_mesh).taken_from.of(torch.Size(sizes))
+    if known is not None:  # else the row is not made one for nothing
         laid = _among_zeros(grad.unsqueeze(dim), sizes, dim, index % sizes[dim])
         if laid is not None:
             return laid
