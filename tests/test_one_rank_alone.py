@@ -40,6 +40,8 @@ def _gradients(layout, how: str):
         loss = F.mse_loss(out, torch.zeros_like(out))
         if alone and how == "slice":
             layout.replicate(torch.zeros(2, 4, 8, 8, dtype=torch.float64))[:1, :1].to_local().mean()
+        if alone and how == "undetached":
+            history[step] = loss
         loss.backward()
         if alone and how == "detached":
             history[step] = loss.detach()
@@ -53,7 +55,7 @@ def _one_rank_alone(how: str) -> None:
     torch.testing.assert_close(_gradients(_layout(), how), _gradients(None, how))
 
 
-@pytest.mark.parametrize("how", ["slice", "detached", "without gradients"])
+@pytest.mark.parametrize("how", ["slice", "undetached", "detached", "without gradients"])
 def test_one_rank_looks_at_what_all_hold(how):
     run_ranks(_one_rank_alone, 2, how, backend="torchtp")
 

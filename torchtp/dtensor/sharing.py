@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torchtp.dtensor.upstream import (
     Partial,
     Replicate,
     Shard,
+    in_backward,
     local_of,
     spec_of,
 )
-from torchtp.dtensor.whole import Gather, is_first, whole_gradient
+from torchtp.dtensor.whole import Gather, is_first, was_handed_in, whole_gradient
 from torchtp.dtensor.wrapping import wrap
 
 _ATTRIBUTE, _LOOKED_AT, _AVERAGES = "_torchtp_hands_out", "_torchtp_looked_at", "_torchtp_averages"
@@ -33,7 +35,7 @@ def hand_out(tensor: torch.Tensor) -> None:
     if not tensor.requires_grad or type(tensor) not in (torch.Tensor, nn.Parameter) or not torch.is_grad_enabled():
         return
     if is_first(tensor, _ATTRIBUTE):
-        tensor.register_hook(share_gradient if tensor.is_leaf else _share_gradient_of_made)
+        tensor.register_hook(share_gradient if tensor.is_leaf else _sharing_gradient_of(tensor.grad_fn))
 
 
 def _goes_to_others(made: torch.Tensor, mesh: DeviceMesh) -> bool:
@@ -44,23 +46,33 @@ def _goes_to_others(made: torch.Tensor, mesh: DeviceMesh) -> bool:
     """
     if _C.is_hooked(made, _MOST_NODES):
         return True
-    nodes: list[Any] = [made.grad_fn]
+    return any(
+        _is_of_people(node) or (type(node).__name__ == "AccumulateGrad" and is_from_outside(node.variable, mesh))
+        for node in _made_by([made.grad_fn], into=_is_of_pytorch)
+    )
+
+
+def _made_by(nodes: Sequence[Any], into: Callable[[Any], bool]) -> Iterator[Any]:
+    """The nodes and what they go on to, through those `into` which to look."""
+    rest: list[Any] = list(nodes)
     seen: set[Any] = set()
-    while nodes and len(seen) < _MOST_NODES:
-        node = nodes.pop()
+    while rest and len(seen) < _MOST_NODES:
+        node = rest.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        function = getattr(node, "_forward_cls", None)
-        if function is not None:
-            if not function.__module__.startswith(("torch.", "torchtp.")):
-                return True
-        elif type(node).__name__ == "AccumulateGrad":
-            if is_from_outside(node.variable, mesh):
-                return True
-        else:
-            nodes += [other for other, _ in node.next_functions]
-    return False
+        yield node
+        if into(node):
+            rest += [other for other, _ in node.next_functions]
+
+
+def _is_of_pytorch(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is None
+
+
+def _is_of_people(node: Any) -> bool:
+    """Whether it is the backward of a Function that is neither PyTorch's nor this package's."""
+    return not _is_of_pytorch(node) and not node._forward_cls.__module__.startswith(("torch.", "torchtp."))
 
 
 def average_for_others(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -97,16 +109,33 @@ def share_gradient(grad: torch.Tensor) -> torch.Tensor:
     return Share.apply(grad) if isinstance(grad, DTensor) else grad
 
 
-def _share_gradient_of_made(grad: torch.Tensor) -> torch.Tensor:
-    return Gather.apply(grad) if made_takes_whole(grad) else share_gradient(grad)
+def _sharing_gradient_of(made: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The hook of a plain tensor that the node `made`; it holds what that one goes on to, not the node that holds it."""
+    nodes, is_derivative = [made] if _is_of_people(made) else [node for node, _ in made.next_functions], in_backward()
+
+    def share(grad: torch.Tensor) -> torch.Tensor:
+        if (
+            isinstance(grad, DTensor)
+            and axes_of(grad.device_mesh).writes_into_plain
+            and (is_derivative or _has_cut_values(nodes))
+        ):
+            return Gather.apply(grad)
+        return share_gradient(grad)
+
+    return share
 
 
-def made_takes_whole(grad: torch.Tensor) -> bool:
-    """Whether a plain tensor that was made in forward takes this gradient whole, as it may be made of plain ones with cut values in them.
+def _has_cut_values(nodes: Sequence[Any]) -> bool:
+    """Whether what these nodes made is made of plain tensors with cut values in them: such a one takes its gradient whole.
 
     The derivatives of such a write are ops on plain gradients and DTensors, and to an op a plain tensor is the same on every rank.
     """
-    return isinstance(grad, DTensor) and axes_of(grad.device_mesh).writes_into_plain
+    met = 0
+    for node in _made_by(nodes, into=lambda node: True):
+        met += 1
+        if was_handed_in(node) or _is_of_people(node):
+            return True
+    return met >= _MOST_NODES
 
 
 def hand_out_alike(op: Op, weight: Any, bias: Any) -> None:
@@ -141,13 +170,16 @@ class Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.is_made = not tensor.is_leaf
-        ctx.is_for_others = is_from_outside(tensor, mesh) or (ctx.is_made and _goes_to_others(tensor, mesh))
+        is_made = not tensor.is_leaf
+        has_cut_values = axes_of(mesh).writes_into_plain and (in_backward() or _has_cut_values([tensor.grad_fn]))
+        ctx.takes_whole = is_from_outside(tensor, mesh) or (
+            is_made and (has_cut_values or _goes_to_others(tensor, mesh))
+        )
         return wrap(tensor.detach(), mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.is_for_others or (ctx.is_made and made_takes_whole(grad)):
+        if ctx.takes_whole:
             return Gather.apply(grad), None
         if torch.is_grad_enabled() and isinstance(grad, DTensor):  # the second derivative is wanted
             return Share.apply(grad), None

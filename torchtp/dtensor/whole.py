@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of, num_shards, plain_cuts
 from torchtp.dtensor.upstream import DeviceMesh, DTensor, Partial, local_of
@@ -113,7 +114,14 @@ def hand_in(tensor: DTensor) -> None:
     mesh = tensor.device_mesh
     axes_of(mesh).writes_into_plain = True
     if tensor.requires_grad and is_first(tensor, _HANDS_IN):
+        node: Any = get_gradient_edge(tensor).node
+        node.metadata[_HANDS_IN] = True
         tensor.register_hook(lambda grad: grad if isinstance(grad, DTensor) else Contributed.apply(grad, mesh))
+
+
+def was_handed_in(node: Any) -> bool:
+    """Whether what that node of autograd made went into a plain tensor."""
+    return _HANDS_IN in node.metadata
 
 
 def _is_in_function() -> bool:

@@ -352,17 +352,22 @@ def _take_zeros() -> None:
 on_first_mark(_take_zeros)
 
 
-def _on_some_rank(flag: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """The same answer on all ranks, whatever a rank has of a gradient; without data, yes."""
-    return flag.is_meta or bool(all_reduced(flag.to(torch.uint8), mesh, list(range(mesh.ndim)), "max"))
+def _agreed(whole: torch.Tensor, mesh: DeviceMesh) -> tuple[bool, bool]:
+    """Whether some rank has more than zeros as a plain gradient (without data: yes), and whether all write cut values into plain tensors."""
+    writes = axes_of(mesh).writes_into_plain
+    if whole.is_meta:
+        return True, writes
+    has_written_none = torch.full((), not writes, device=whole.device)  # one rank alone may have noted its loss there
+    told = torch.stack([whole.any(), has_written_none]).to(torch.uint8)
+    some, some_write_none = all_reduced(told, mesh, list(range(mesh.ndim)), "max").tolist()
+    return bool(some), not some_write_none
 
 
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
-    made = axes_of(cut.device_mesh).writes_into_plain
-    may_be_own = not made or _is_cut(cut)
-    if may_be_own and not _on_some_rank(whole.any(), cut.device_mesh):
+    has_some, made = _agreed(whole, cut.device_mesh)
+    if not has_some and (not made or _is_cut(cut)):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
     plain = full_of(cut) if made else share_of(cut)
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)
