@@ -145,8 +145,19 @@ def _wishes_that_differ(name, wishes):
 @pytest.mark.parametrize(
     "name, wishes, text",
     [
-        ("output", ("local", "full"), 'output="local", reduce=True, rank 1 has'),
-        ("reduce", (True, False), 'output="dtensor", reduce=True, rank 1 has'),
+        (
+            "output",
+            ("local", "full"),
+            'output="local", reduce=True, bucket_bytes=26214400, compression=none, rank 1 has',
+        ),
+        ("reduce", (True, False), 'output="dtensor", reduce=True, bucket_bytes=26214400, compression=none, rank 1 has'),
+        ("compression", ("none", "bf16"), "compression=none, rank 1 has"),
+        ("compression", ("none", "no"), "compression is 'none', 'fp16' or 'bf16', but it is 'no' (on rank 1)"),
+        (
+            "bucket_bytes",
+            (-1, 0),
+            "least sizes in bytes, but they are -1 and 0; 0 gives each parameter a bucket of its own (on rank 0)",
+        ),
         ("output", ("full", "tile"), 'output is "dtensor", "local" or "full", but it is "tile" (on rank 1)'),
     ],
 )

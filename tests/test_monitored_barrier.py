@@ -81,7 +81,7 @@ def test_gloo_answers_to_the_same_call():
 
 def _impatient():
     messages = []
-    for timeout in (-1, 0.0, datetime.timedelta(seconds=-2), float("nan")):
+    for timeout in (-1, 0.0, datetime.timedelta(seconds=-2), float("nan"), float("inf")):
         try:
             torchtp.monitored_barrier(timeout=timeout)
         except ValueError as error:
@@ -93,5 +93,5 @@ def _impatient():
 def test_a_timeout_is_positive():
     for messages in run_ranks(_impatient, 2, backend="torchtp"):
         assert [text.split(":")[1] for text in messages] == [
-            f" timeout must be positive, not {s} s" for s in (-1, 0, -2, "nan")
+            f" timeout must be positive and finite, not {s} s" for s in (-1, 0, -2, "nan", "inf")
         ]

@@ -6,6 +6,7 @@ import atexit
 import copy
 import datetime
 import functools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -152,7 +153,7 @@ def monitored_barrier(
     Raises torch.distributed.DistBackendError on the ranks that came if one has not within `timeout` (a timedelta or
     seconds; by default the group's). Rank 0 names the first that is missing, or all with `wait_all_ranks`. The group
     has ended then, and every later call on it raises too. On a rank outside of `group` it does nothing.
-    Raises ValueError for a timeout that is not positive.
+    Raises ValueError for a timeout that is not positive, or not finite.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return
@@ -162,9 +163,9 @@ def monitored_barrier(
         group.monitored_barrier(wait_all_ranks=wait_all_ranks)  # type: ignore[attr-defined]
         return
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise ValueError(
-            f"monitored_barrier: timeout must be positive, not {seconds:g} s: leave it out for the group's"
+            f"monitored_barrier: timeout must be positive and finite, not {seconds:g} s: leave it out for the group's"
         )
     if not isinstance(timeout, datetime.timedelta):
         timeout = datetime.timedelta(seconds=timeout)

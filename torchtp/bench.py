@@ -124,7 +124,12 @@ def table_of_steps(measured: Sequence[StepTime]) -> str:
         )
         for each in measured
     ]
-    return "\n".join(table(head, rows))
+    lines = [*table(head, rows)]
+    if any(each.difference is None for each in measured):
+        lines.append(
+            "Gradients of several data ranks are not compared: norms take the statistics of each one's own images."
+        )
+    return "\n".join(lines)
 
 
 def _check_positive(what: str, number: int) -> None:

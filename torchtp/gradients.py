@@ -38,6 +38,13 @@ class Statistics:
         return self.hidden_seconds / self.communication_seconds if self.communication_seconds else 0.0
 
 
+def complaint_of_options(bucket_bytes: int, compression: str) -> str:
+    """What is wrong with options of a reducer whose parameters are not known yet; empty if nothing is. Local."""
+    stand_in = torch.nn.Parameter(torch.empty(0))
+    fault = fault_of(lambda: _C.Reducer.check([stand_in], [""], bucket_bytes, 0, compression, True, "auto"))
+    return "" if fault is None else str(fault)
+
+
 class GradientReducer:
     """Makes `p.grad` of every parameter its mean over the ranks of `group` by the time `backward()` returns.
 

@@ -20,7 +20,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.outside import are_averaged, looking_out
 from torchtp.dtensor.rules.fallback import take_custom_ops
-from torchtp.gradients import GradientReducer
+from torchtp.gradients import GradientReducer, complaint_of_options
 from torchtp.layout import Layout, check_types
 from torchtp.parallel import inner_gradients, lazy, randomness, sync_batch_norm
 from torchtp.parallel.agreement import Call
@@ -58,7 +58,7 @@ def parallelize(
     that mean, for DistributedDataParallel or FSDP2 over `layout.group`. Tensors among the arguments get the whole gradient
     of this rank's images, on every rank of its spatial group.
 
-    Raises ValueError on all ranks if parameters, `output`, `reduce` or images differ; TypeError for no module, Layout.
+    Raises ValueError on all ranks if parameters, options or images differ, or one has no such value; TypeError for no module, Layout.
     """
     check_types("parallelize", module, layout)
     refuse_ended(layout.group)
@@ -67,13 +67,17 @@ def parallelize(
         complaint = f'output is "dtensor", "local" or "full", but it is "{output}"'
     elif is_parallelized(module):
         complaint = "the module is parallelized already: call torchtp.parallelize once, on the outermost module"
-    make_equal(module, layout, complaint=complaint, options=f' with output="{output}", reduce={bool(reduce)}')
+    reducing = {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None
+    if reducing is not None:
+        complaint = complaint or complaint_of_options(bucket_bytes, compression)
+    told = "".join(f", {name}={value}" for name, value in (reducing or {}).items())
+    make_equal(module, layout, complaint=complaint, options=f' with output="{output}", reduce={bool(reduce)}{told}')
     if reduce:  # made here: in a first forward, of several threads, ranks might make it in another order
         _ = layout.gradient_group
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
-    state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
+    state = _State(layout, output, reducing)
     for part in module.modules():
         if is_parallelized(part):
             getattr(part, STATE).hand_over(state)
