@@ -302,6 +302,19 @@ def broadcast_optimizer_state(
     _broadcast(tensors, group, root)
     if dist.get_rank(group) != root:
         optimizer.load_state_dict(state)
+        _restore_dtypes(optimizer, state)
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Give tensors of its state the root's dtypes: `load_state_dict` makes those of the parameters of them."""
+    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+    indices = [index for g in state["param_groups"] for index in g["params"]]
+    for parameter, index in zip(parameters, indices, strict=True):
+        own = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(index, {}).items():
+            loaded = own.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
+                own[name] = value.to(loaded.device)
 
 
 @dataclass(frozen=True)

@@ -208,8 +208,23 @@ def _pickled(caller: str, value: Any) -> tuple[bytes, str]:
         )
 
 
+def _loaded(caller: str, parts: Sequence[bytes]) -> list[Any]:
+    """The objects that these bytes are; collective: TypeError on all ranks if one of them cannot load one."""
+    fault: TypeError | None = None
+    objects: list[Any] = []
+    try:
+        objects = [pickle.loads(data) for data in parts]
+    except Exception as error:  # of the object's author, whatever it is
+        fault = TypeError(f"{caller}: what was sent cannot be loaded: {type(error).__name__}: {error}")
+    agreed(fault)
+    return objects
+
+
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The object of `root_rank`; TypeError on all ranks if it does not pickle, ValueError for a root that is no rank."""
+    """The object of `root_rank`; ValueError for a root that is no rank.
+
+    TypeError on all ranks if it does not pickle, or does not load on one of them.
+    """
     check_started("broadcast_object")
     checked(lambda: check_root("broadcast_object", root_rank))
     box = [_pickled("broadcast_object", obj) if dist.get_rank() == root_rank else (b"", "")]
@@ -217,15 +232,16 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     data, fault = box[0]
     if fault:
         raise TypeError(fault)
-    return obj if dist.get_rank() == root_rank else pickle.loads(data)
+    loaded = _loaded("broadcast_object", [] if dist.get_rank() == root_rank else [data])
+    return loaded[0] if loaded else obj
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all ranks, by rank; TypeError on all ranks if one does not pickle."""
+    """The objects of all ranks, by rank; TypeError on all ranks if one does not pickle or load."""
     check_started("allgather_object")
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, _pickled("allgather_object", obj))
     for _, fault in gathered:
         if fault:
             raise TypeError(fault)
-    return [pickle.loads(data) for data, _ in gathered]
+    return _loaded("allgather_object", [data for data, _ in gathered])

@@ -70,6 +70,9 @@ class _Distributed:
         """The optimizer's step, on what `synchronize` leaves, each time after a closure as well."""
         return self._synchronized(super().step, closure)  # type: ignore[misc]
 
+    # The optimizer's own step runs its hooks: `load_state_dict` would have them run around this one, too.
+    step.hooked = True  # type: ignore[attr-defined]
+
     def _synchronized(self, step: Callable[..., Any], closure: Callable[[], float] | None = None) -> Any:
         if closure is None:
             self.synchronize()
