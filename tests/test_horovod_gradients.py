@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -142,3 +144,40 @@ def test_features_of_all_ranks_have_gradients():
     expected = torch.autograd.grad(mine + others, list(model.parameters()))
     for grads in run_ranks(_contrasted, SIZE):
         torch.testing.assert_close(grads, list(expected))
+
+
+def _train_without_backward(op):
+    """Gradients that the script sets itself, and a rank whose loss reaches no parameter in one step of three."""
+    hvd.init()
+    model = torch.nn.Linear(5, 4).double()
+    hvd.broadcast_parameters(model.state_dict())
+    plain = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=op)
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+    images = torch.randn(3, SIZE, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for step in range(3):
+        optimizer.zero_grad()
+        if step != 1:
+            loss = model(images[step, hvd.rank()]).square().mean()
+            for parameter, grad in zip(
+                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                parameter.grad = grad
+        elif hvd.rank() == 0:
+            model(images[step, 0]).square().mean().backward()
+        if step == 2:
+            optimizer.synchronize()
+            optimizer.synchronize()
+        optimizer.step()
+        by_hand.zero_grad()
+        seen = images[step] if step != 1 else images[step, :1]
+        total = sum(plain(each).square().mean() for each in seen)
+        (total / SIZE if op == hvd.Average else total).backward()
+        by_hand.step()
+    return [*model.state_dict().values()], [*plain.state_dict().values()]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_step_without_a_backward_reduces_what_there_is(op):
+    for mine, wanted in run_ranks(_train_without_backward, SIZE, op, backend="torchtp"):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)

@@ -137,6 +137,11 @@ class GradientReducer:
         """Backwards since the last one that reduced, after `reduce_every(n)` with n > 1."""
         return self._reducer.num_unreduced
 
+    @property
+    def num_passes(self) -> int:
+        """How often gradients were reduced until now, in vain where a backward raised."""
+        return self._reducer.num_passes
+
     def reduce(self) -> None:
         """Reduce what gradients hold now, outside backward. Collective: every rank calls it."""
         self._reducer.reduce()

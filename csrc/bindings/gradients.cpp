@@ -154,6 +154,7 @@ void bind_gradients(pybind11::module_& m) {
       .def_property("sync", py::cpp_function(&Reducer::sync, no_gil), py::cpp_function(&Reducer::set_sync, no_gil))
       .def("set_interval", &Reducer::set_interval, no_gil, py::arg("num_backwards"))
       .def_property_readonly("num_unreduced", py::cpp_function(&Reducer::num_unreduced, no_gil))
+      .def_property_readonly("num_passes", py::cpp_function(&Reducer::num_passes, no_gil))
       .def("clip_norm", &Reducer::clip_norm, no_gil, py::arg("most"))
       .def("reduce", &Reducer::reduce, no_gil)
       .def("prepare", &Reducer::prepare, no_gil)

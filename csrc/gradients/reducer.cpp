@@ -76,6 +76,11 @@ void Reducer::set_interval(int64_t num_backwards) {
   num_local_ = 0;
 }
 
+int64_t Reducer::num_passes() const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return num_passes_;
+}
+
 int64_t Reducer::num_unreduced() const {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return num_local_;
@@ -91,6 +96,12 @@ void Reducer::reduce() {
   begin();
   num_kept_ = -1;  // ranks may have been given gradients of their own
   finish_or_tell();
+}
+
+void Reducer::count_pass() {
+  ++num_passes_;
+  num_local_ = 0;
+  has_local_ = is_alike_ = false;
 }
 
 // Of gradients that all have alike after a pass: a rank that zeroes them alone would halve those of the others.

@@ -54,7 +54,9 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   bool sync() const;
   // Only every n-th backward is a pass; those between accumulate.
   void set_interval(int64_t num_backwards);
-  int64_t num_unreduced() const;  // backwards since the last pass, while only every n-th is one
+  int64_t num_unreduced() const;
+  // Passes that have ended, well or not, reduce() among them.
+  int64_t num_passes() const;  // backwards since the last pass, while only every n-th is one
   // Outside backward: scales gradients so that their norm is at most `most`, and gives the norm they had (a float on
   // the device). Nothing, and nothing done, where gradients do not all lie in buckets that pack, on one device.
   std::optional<at::Tensor> clip_norm(double most);
@@ -99,6 +101,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
 
   // All of these with mutex_ held.
   void begin();
+  void count_pass();
   void count_kept();
   void check_kept() const;
   void hold_hooks();
@@ -142,6 +145,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   size_t next_bucket_ = 0;
   std::atomic<bool> sync_ = true;
   int64_t interval_ = 1;
+  int64_t num_passes_ = 0;
   int64_t num_local_ = 0;  // backwards since the last pass, with the one that runs
   int last_task_ = -1;     // of the engine, that num_local_ counted
   bool in_pass_ = false;

@@ -288,8 +288,7 @@ void Reducer::end_of_backward(bool nested) {
 }
 
 void Reducer::finish_or_tell() {
-  num_local_ = 0;
-  has_local_ = is_alike_ = false;
+  count_pass();
   try {
     finish();
     is_alike_ = true;
@@ -342,8 +341,7 @@ void Reducer::abandoned_backward() noexcept {
   if (!in_pass_ && !in_between_) return;
   const bool has_begun = std::exchange(in_pass_, false);
   in_between_ = false;
-  num_local_ = 0;
-  has_local_ = is_alike_ = false;
+  count_pass();
   failed_ = true;
   release_hooks();
   tell_failure(has_begun);

@@ -37,11 +37,19 @@ class _Distributed:
 
     _reducer: gradients.GradientReducer
     _backward_passes_per_step: int
+    _num_passes: int  # of the reducer, at the last step
 
     def synchronize(self) -> None:
-        """Reduce gradients that were accumulated since the last reduction, if there are any."""
-        if self._reducer.num_unreduced:
+        """Reduce gradients that were accumulated since the last reduction, or, if there was none since the last step, what they are.
+
+        Those that a script has set itself, or of a rank whose loss has not reached them. Collective.
+        """
+        if self._reducer.num_unreduced or self._reducer.num_passes == self._num_passes:
             self._reducer.reduce()
+
+    def _settle(self) -> None:
+        self.synchronize()
+        self._num_passes = self._reducer.num_passes
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -75,12 +83,12 @@ class _Distributed:
 
     def _synchronized(self, step: Callable[..., Any], closure: Callable[[], float] | None = None) -> Any:
         if closure is None:
-            self.synchronize()
+            self._settle()
             return step()
 
         def synchronized() -> float:
             loss = closure()
-            self.synchronize()
+            self._settle()
             return loss
 
         return step(synchronized)
@@ -135,6 +143,7 @@ def DistributedOptimizer(
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {})
     optimizer._reducer = reducer  # type: ignore[attr-defined]
     optimizer._backward_passes_per_step = backward_passes_per_step  # type: ignore[attr-defined]
+    optimizer._num_passes = 0  # type: ignore[attr-defined]
     if step := vars(optimizer).get("step"):  # of a scheduler that was made before: it calls the plain optimizer's
         synchronized = functools.partial(_Distributed._synchronized, weakref.proxy(optimizer), step)
         optimizer.step = functools.update_wrapper(synchronized, step)  # type: ignore[method-assign]
