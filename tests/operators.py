@@ -151,13 +151,11 @@ def _difference(mine: Tensor | None, reference: Tensor | None) -> str:
 
 def _compare(
     function: Callable[..., Any], sample: Any, layout: torchtp.Layout, all_cut: bool, in_place: bool, twice: bool
-) -> tuple[str, list[str]]:
-    """What differs, and the steps taken; nothing where the sample can't be cut, or one device refuses it."""
-    leaves, structure = pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+) -> tuple[str, list[str]] | None:
+    """What differs, and the steps taken; None where one device refuses the sample, in place or anyway."""
+    leaves, structure = _flat(sample)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    first = leaves[places[0]] if places else None
-    if first is None or first.dim() < -min(layout.spatial.values()) or first.layout is not torch.strided:
-        return "", []
+    first = leaves[places[0]]
     given = {place for place in places if place == places[0] or (all_cut and leaves[place].shape == first.shape)}
 
     def inputs(cut: bool) -> list[Tensor]:
@@ -172,7 +170,7 @@ def _compare(
     try:
         expected = _step(one, references, sample.output_process_fn_grad, twice)
     except Exception:
-        return "", []
+        return None
     cut = Operator(function, leaves, structure, given, in_place)
     mine = inputs(cut=True)
     steps = Steps()
@@ -195,35 +193,48 @@ def _ways(op: Any, twice: bool) -> Iterator[tuple[str, Callable[..., Any], bool,
             yield " in place", op.inplace_variant, False, True
 
 
-def _samples(op: Any, most: int) -> list[Any]:
+def _flat(sample: Any) -> tuple[Leaves, Any]:
+    return pytree.tree_flatten(((sample.input, *sample.args), sample.kwargs))
+
+
+def _can_be_cut(sample: Any, layout: torchtp.Layout) -> bool:
+    first = next((leaf for leaf in _flat(sample)[0] if isinstance(leaf, Tensor)), None)
+    return first is not None and first.dim() >= -min(layout.spatial.values()) and first.layout is torch.strided
+
+
+def _samples(op: Any, most: int, layout: torchtp.Layout) -> list[Any]:
+    """At most `most` of those that can be cut, from all over their list."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
     # past op.sample_inputs, which looks up its caller's source, and seeds all devices anew for each sample
     samples = list(op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd))
     for number, sample in enumerate(samples if op.name == "meshgrid" else ()):
         sample.kwargs["indexing"] = ("xy", "ij")[number % 2]  # comes out of a set, in another order on each rank
+    samples = [sample for sample in samples if _can_be_cut(sample, layout)]
     if len(samples) <= most:
         return samples
     return [samples[(2 * number + 1) * len(samples) // (2 * most)] for number in range(most)]
 
 
 def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False) -> dict[str, tuple[str, int]]:
-    """On every rank: at most `most` samples of each operator of the part; of each case what differs, and a digest of the steps taken."""
+    """On every rank: at most `most` samples of each operator of the part; of each case that one device takes, what differs and a digest of the steps."""
     layout = make_layout(axes)
     found: dict[str, tuple[str, int]] = {}
     operators = [op for op in database() if not twice or (op.supports_gradgrad and name_of(op) not in LEFT_OUT_TWICE)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in operators[part[0] :: part[1]]:
-            for number, sample in enumerate(_samples(op, most)):
+            for number, sample in enumerate(_samples(op, most, layout)):
                 for way, function, all_cut, in_place in _ways(op, twice):
                     try:
-                        text, steps = _compare(function, sample, layout, all_cut, in_place, twice)
+                        compared = _compare(function, sample, layout, all_cut, in_place, twice)
                     except dist.DistBackendError:  # one rank alone failed: nothing more can be compared
                         raise
                     except Exception as error:
-                        text, steps = f"{type(error).__name__}: {error}", []
-                    found[f"{name_of(op)}{way} #{number}"] = text, zlib.crc32("\n".join(steps).encode())
+                        compared = f"{type(error).__name__}: {error}", []
+                    if compared is not None:
+                        text, steps = compared
+                        found[f"{name_of(op)}{way} #{number}"] = text, zlib.crc32("\n".join(steps).encode())
     return found
 
 

@@ -137,3 +137,19 @@ def test_tensors_and_objects_are_gathered_and_broadcast(backend):
     objects = [{"rank": rank} for rank in range(SIZE)]
     for result in run_ranks(_moved, SIZE, backend=backend):
         assert result == ([0, 0, 1, 1, 2, 2], [2, 2], [1, 1], (0, 2), objects, everywhere)
+
+
+def _conjugated():
+    hvd.init()
+    made = torch.full((SIZE, 2), hvd.rank() + 1j, dtype=torch.complex128)
+    in_place = made.clone()
+    returned = hvd.broadcast_(in_place.conj(), 1)
+    return hvd.alltoall(made.conj()), returned, in_place, hvd.broadcast(made.conj(), 1), hvd.allgather(made.conj())
+
+
+def test_what_is_conjugated_when_it_is_read_travels_as_it_reads():
+    rows = torch.arange(SIZE).to(torch.complex128).view(-1, 1) - 1j
+    ones = torch.ones(SIZE, 2, dtype=torch.complex128)
+    wanted = rows * ones, (1 - 1j) * ones, (1 + 1j) * ones, (1 - 1j) * ones, rows.repeat_interleave(SIZE, 0) * ones[:1]
+    for found in run_ranks(_conjugated, SIZE, backend="torchtp"):
+        torch.testing.assert_close(found, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -147,15 +148,15 @@ def test_features_of_all_ranks_have_gradients():
 
 
 def _train_without_backward(op):
-    """Gradients that the script sets itself, and a rank whose loss reaches no parameter in one step of three."""
+    """Gradients that the script sets itself, once reduces itself, and a rank whose loss once reaches no parameter."""
     hvd.init()
     model = torch.nn.Linear(5, 4).double()
     hvd.broadcast_parameters(model.state_dict())
     plain = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=op)
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
-    images = torch.randn(3, SIZE, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for step in range(3):
+    images = torch.randn(4, SIZE, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for step in range(4):
         optimizer.zero_grad()
         if step != 1:
             loss = model(images[step, hvd.rank()]).square().mean()
@@ -168,7 +169,11 @@ def _train_without_backward(op):
         if step == 2:
             optimizer.synchronize()
             optimizer.synchronize()
-        optimizer.step()
+        if step == 3:
+            for parameter in model.parameters():
+                hvd.allreduce_(parameter.grad, op=op)
+        with optimizer.skip_synchronize() if step == 3 else contextlib.nullcontext():
+            optimizer.step()
         by_hand.zero_grad()
         seen = images[step] if step != 1 else images[step, :1]
         total = sum(plain(each).square().mean() for each in seen)

@@ -89,7 +89,7 @@ def _check_broadcast(tensor: Any, root_rank: int) -> None:
 
 
 def _broadcast_in_place(tensor: torch.Tensor, root_rank: int) -> Handle:
-    message = tensor.detach().contiguous()
+    message = tensor.detach().resolve_conj().contiguous()
     work = dist.broadcast(message, root_rank, async_op=True)
 
     def finish() -> torch.Tensor:
@@ -171,7 +171,7 @@ def _start_alltoall(tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] |
     result = out if splits is None else (out, torch.tensor(received, dtype=torch.int32))
     if not any(torch.Size(shape).numel() for _, shape, _ in facts):
         return Handle([], lambda: result), received
-    work = dist.all_to_all_single(out, tensor.detach().contiguous(), received, mine, async_op=True)
+    work = dist.all_to_all_single(out, tensor.detach().resolve_conj().contiguous(), received, mine, async_op=True)
     return Handle([work], lambda: result), received
 
 

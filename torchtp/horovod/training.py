@@ -18,6 +18,7 @@ from torchtp.horovod.common import Compression, check_started
 from torchtp.horovod.reductions import Average, Sum
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+_NONE = -1
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -37,7 +38,7 @@ class _Distributed:
 
     _reducer: gradients.GradientReducer
     _backward_passes_per_step: int
-    _num_passes: int  # of the reducer, at the last step
+    _num_passes: int  # of the reducer, at the last step; _NONE where a step is not to ask
 
     def synchronize(self) -> None:
         """Reduce gradients that were accumulated since the last reduction, or, if there was none since the last step, what they are.
@@ -53,7 +54,8 @@ class _Distributed:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """For scripts that call `synchronize` before `step`: nothing is done twice anyway."""
+        """For scripts that call `synchronize` before `step`, which does nothing twice anyway, or reduce gradients themselves."""
+        self._num_passes = _NONE
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
