@@ -56,6 +56,7 @@ class Contest:
             runs[name] = lambda place=place: self.python.seconds(op, num_bytes, inner, place)  # type: ignore[misc]
             self.floors.check(op, num_bytes, place)
             self.python.check(op, num_bytes, place)
+        # Few of gloo's, in its favour: on two cores each of 50 in a row takes longer than each of 5.
         runs["gloo"] = lambda: self.python.seconds(op, num_bytes, min(inner, 5), "gloo")
         self.python.check(op, num_bytes, "gloo")
         if self.mpi:

@@ -4,11 +4,13 @@ import contextlib
 import copy
 import io
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from models import make_layout
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from training import loss_of, make_images
@@ -41,6 +43,23 @@ def _cost_volume(m, y):
         else:
             volume[:, :, shift, :, shift:] = y[..., shift:] * y[..., :-shift]
     return m.volume(volume)
+
+
+def _cost_volume_of_old(m, y):
+    cost = Variable(torch.DoubleTensor(y.size(0), 8, 3, 13, 17).zero_())
+    for shift in range(3):
+        cost[:, :4, shift, :, shift:] = y[..., shift:]
+        cost[:, 4:, shift, :, shift:] = y[..., : 17 - shift].sin()
+    other = Variable(torch.zeros(y.size(0), 4, 13, 17)).double()
+    other[:] = y
+    return m.volume(cost[:, 2:6]).sum(1) + m.volume(cost[:, 4:]).sum(1) * other[:, 1:].mean(1, keepdim=True)
+
+
+def _of_numpy(m, y):
+    memory = numpy.zeros((y.size(0), 4, 13, 17))
+    wide = Variable(torch.from_numpy(memory))
+    wide[:] = y.detach()
+    return y * torch.from_numpy(memory)
 
 
 def _inverse_wavelet(m, y):
@@ -127,6 +146,7 @@ def _recomputed(m, y):
 
 LOCAL = {
     "a cost volume": _cost_volume,
+    "a cost volume of older programs": _cost_volume_of_old,
     "the inverse of a wavelet transform": _inverse_wavelet,
     "modes of a spectrum": _modes,
     "sums": _sums,
@@ -136,6 +156,7 @@ LOCAL = {
     "saved tensors in pinned memory": _offloaded,
 }
 GATHERED = {
+    "memory of numpy": _of_numpy,
     "a view made before": _seen_before,
     "made before a product": _saved_before,
     "beside a token": _with_a_token,

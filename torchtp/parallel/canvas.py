@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils import _device
 from torch.utils import _pytree as pytree
@@ -143,6 +144,8 @@ def _canvas(made: torch.Tensor) -> torch.Tensor:
         return made
     if made.requires_grad or made.dim() < _LEAST_DIMS or made._is_view():  # type: ignore[no-untyped-call]
         return made
+    if not made.untyped_storage().resizable():  # memory of others: of numpy
+        return made
     canvas = torch.Tensor._make_subclass(Canvas, made)
     canvas._born = written_now()  # type: ignore[attr-defined]
     return canvas
@@ -151,7 +154,7 @@ def _canvas(made: torch.Tensor) -> torch.Tensor:
 def _watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = make(*args, **kwargs)
+        made = make(*map(plainly, args), **kwargs)
         if torch.compiler.is_compiling() or not is_running() or "out" in kwargs:
             return made
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -169,6 +172,8 @@ def _install() -> None:
         watched = _watched(getattr(torch, name))
         torch.jit._builtins._register_builtin(watched, f"aten::{name}")
         setattr(torch, name, watched)
+    # Older programs: Variable(torch.FloatTensor(n, c, d, h, w).zero_()).
+    Variable.__new__ = staticmethod(_watched(Variable.__new__))  # type: ignore[assignment]
 
 
 on_first_mark(_install)
