@@ -54,9 +54,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   bool sync() const;
   // Only every n-th backward is a pass; those between accumulate.
   void set_interval(int64_t num_backwards);
-  int64_t num_unreduced() const;
-  // Passes that have ended, well or not, reduce() among them.
-  int64_t num_passes() const;  // backwards since the last pass, while only every n-th is one
+  int64_t num_unreduced() const;  // backwards since the last pass, while only every n-th is one
+  int64_t num_passes() const;     // that have ended, well or not, reduce() among them
   // Outside backward: scales gradients so that their norm is at most `most`, and gives the norm they had (a float on
   // the device). Nothing, and nothing done, where gradients do not all lie in buckets that pack, on one device.
   std::optional<at::Tensor> clip_norm(double most);
