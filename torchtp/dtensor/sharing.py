@@ -111,13 +111,13 @@ def share_gradient(grad: torch.Tensor) -> torch.Tensor:
 
 def _sharing_gradient_of(made: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """The hook of a plain tensor that the node `made`; it holds what that one goes on to, not the node that holds it."""
-    nodes, is_derivative = [made] if _is_of_people(made) else [node for node, _ in made.next_functions], in_backward()
+    nodes, may_take_whole = [node for node, _ in made.next_functions], in_backward() or _is_of_people(made)
 
     def share(grad: torch.Tensor) -> torch.Tensor:
         if (
             isinstance(grad, DTensor)
             and axes_of(grad.device_mesh).writes_into_plain
-            and (is_derivative or _has_cut_values(nodes))
+            and (may_take_whole or _has_cut_values(nodes))
         ):
             return Gather.apply(grad)
         return share_gradient(grad)

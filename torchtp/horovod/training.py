@@ -18,7 +18,6 @@ from torchtp.horovod.common import Compression, check_started
 from torchtp.horovod.reductions import Average, Sum
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
-_NONE = -1
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -38,7 +37,7 @@ class _Distributed:
 
     _reducer: gradients.GradientReducer
     _backward_passes_per_step: int
-    _num_passes: int  # of the reducer, at the last step; _NONE where a step is not to ask
+    _num_passes: int | None  # of the reducer, at the last step; None where a step is not to ask
 
     def synchronize(self) -> None:
         """Reduce gradients that were accumulated since the last reduction, or, if there was none since the last step, what they are.
@@ -55,7 +54,7 @@ class _Distributed:
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """For scripts that call `synchronize` before `step`, which does nothing twice anyway, or reduce gradients themselves."""
-        self._num_passes = _NONE
+        self._num_passes = None
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:

@@ -154,7 +154,7 @@ def _canvas(made: torch.Tensor) -> torch.Tensor:
 def _watched(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made = make(*map(plainly, args), **kwargs)
+        made = make(*args, **kwargs)
         if torch.compiler.is_compiling() or not is_running() or "out" in kwargs:
             return made
         caller = sys._getframe(1).f_globals.get("__name__", "")

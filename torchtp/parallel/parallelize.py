@@ -67,17 +67,17 @@ def parallelize(
         complaint = f'output is "dtensor", "local" or "full", but it is "{output}"'
     elif is_parallelized(module):
         complaint = "the module is parallelized already: call torchtp.parallelize once, on the outermost module"
-    reducing = {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None
-    if reducing is not None:
+    options = f' with output="{output}", reduce={bool(reduce)}'
+    if reduce:
         complaint = complaint or complaint_of_options(bucket_bytes, compression)
-    told = "".join(f", {name}={value}" for name, value in (reducing or {}).items())
-    make_equal(module, layout, complaint=complaint, options=f' with output="{output}", reduce={bool(reduce)}{told}')
+        options += f", bucket_bytes={bucket_bytes}, compression={compression}"
+    make_equal(module, layout, complaint=complaint, options=options)
     if reduce:  # made here: in a first forward, of several threads, ranks might make it in another order
         _ = layout.gradient_group
     take_custom_ops()
     lazy.prepare(module)
     sync_batch_norm.prepare(module, layout)
-    state = _State(layout, output, reducing)
+    state = _State(layout, output, {"bucket_bytes": bucket_bytes, "compression": compression} if reduce else None)
     for part in module.modules():
         if is_parallelized(part):
             getattr(part, STATE).hand_over(state)

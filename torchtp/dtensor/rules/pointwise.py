@@ -11,9 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.agreed import on_all_parts
+from torchtp.dtensor.agreed import on_all_parts, true_on_all
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of
-from torchtp.dtensor.moving import all_reduced, gathers, recut
+from torchtp.dtensor.moving import gathers, recut
 from torchtp.dtensor.nesting import is_nested, takes_nested
 from torchtp.dtensor.registry import Handler, install, spatial_rule, words
 from torchtp.dtensor.sharing import hand_out, share_of
@@ -352,22 +352,14 @@ def _take_zeros() -> None:
 on_first_mark(_take_zeros)
 
 
-def _agreed(whole: torch.Tensor, mesh: DeviceMesh) -> tuple[bool, bool]:
-    """Whether some rank has more than zeros as a plain gradient (without data: yes), and whether all write cut values into plain tensors."""
-    writes = axes_of(mesh).writes_into_plain
-    if whole.is_meta:
-        return True, writes
-    has_written_none = torch.full((), not writes, device=whole.device)  # one rank alone may have noted its loss there
-    told = torch.stack([whole.any(), has_written_none]).to(torch.uint8)
-    some, some_write_none = all_reduced(told, mesh, list(range(mesh.ndim)), "max").tolist()
-    return bool(some), not some_write_none
-
-
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
-    has_some, made = _agreed(whole, cut.device_mesh)
-    if not has_some and (not made or _is_cut(cut)):
+    mesh = cut.device_mesh
+    is_zero = not whole.is_meta and not whole.any()
+    # One rank alone may have noted its loss in a plain tensor.
+    nothing, made = true_on_all([is_zero, axes_of(mesh).writes_into_plain], mesh, whole.device)
+    if nothing and (not made or _is_cut(cut)):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
     plain = full_of(cut) if made else share_of(cut)
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)
