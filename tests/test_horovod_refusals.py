@@ -42,6 +42,16 @@ def _half_named_on_one(rank):
     hvd.DistributedOptimizer(optimizer, (model[0] if rank else model).named_parameters())
 
 
+def _keep_its_own(optimizer, state):
+    raise ValueError("it keeps its own")
+
+
+def _stubborn_optimizer():
+    optimizer = _optimizer()[1]
+    optimizer.register_load_state_dict_pre_hook(_keep_its_own)
+    return optimizer
+
+
 def _optimizer_state(rank):
     model, optimizer = _optimizer()
     model(torch.ones(1, 4)).sum().backward()
@@ -209,6 +219,11 @@ ON_ONE = {
     ),
     "other groups": (
         lambda: hvd.broadcast_optimizer_state(torch.optim.SGD(_named("a"), lr=1.0)),
+        lambda: hvd.broadcast_optimizer_state(_optimizer()[1]),
+        True,
+    ),
+    "state that does not load": (
+        lambda: hvd.broadcast_optimizer_state(_stubborn_optimizer()),
         lambda: hvd.broadcast_optimizer_state(_optimizer()[1]),
         True,
     ),

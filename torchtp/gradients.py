@@ -278,7 +278,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite an optimizer's state and hyperparameters by those of rank `root` of `group`, also where it has none yet.
 
-    Raises TypeError on every rank for what is no optimizer, ValueError where the root is no rank or ranks differ in it or in groups.
+    Raises TypeError on every rank for what is no optimizer, ValueError where the root is no rank, ranks differ in it or in groups, or
+    a rank's optimizer does not load the state.
     """
 
     facts: list[Any] = [("root", root)]
@@ -305,9 +306,13 @@ def broadcast_optimizer_state(
         devices = [p.device for g in optimizer.param_groups for p in g["params"]]
         state = _with_tensors(skeleton[0], tensors, devices[0] if devices else torch.device("cpu"))
     _broadcast(tensors, group, root)
-    if dist.get_rank(group) != root:
-        optimizer.load_state_dict(state)
-        _restore_dtypes(optimizer, state)
+
+    def load() -> None:
+        if dist.get_rank(group) != root:
+            optimizer.load_state_dict(state)
+            _restore_dtypes(optimizer, state)
+
+    agreed(fault_of(load), group=group)
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
