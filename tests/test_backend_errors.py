@@ -175,9 +175,17 @@ def _negative_splits():
         _impossible(lambda splits=splits: dist.all_to_all_single(tensor, tensor, splits, splits), "none negative")
 
 
-def _expanded_in_place():
-    tensor = torch.ones(1).expand(4)
-    for call in (lambda: dist.broadcast(tensor, 1), lambda: dist.reduce(tensor, 0), lambda: dist.all_reduce(tensor)):
+def _expanded_outputs():
+    tensor, peer = torch.ones(1).expand(4), 1 - dist.get_rank()
+    gathered = [tensor] * dist.get_world_size()
+    for call in (
+        lambda: dist.broadcast(tensor, 1),
+        lambda: dist.reduce(tensor, 0),
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.all_gather(gathered, torch.ones(4)),
+        lambda: dist.all_to_all_single(tensor, torch.ones(4)),
+        lambda: dist.recv(tensor, peer),
+    ):
         _impossible(call, "elements of this tensor share memory")
 
 
@@ -208,7 +216,7 @@ CASES = [
     _wrong_output,
     _wrong_root,
     _negative_splits,
-    _expanded_in_place,
+    _expanded_outputs,
 ]
 
 

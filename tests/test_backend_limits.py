@@ -77,3 +77,27 @@ def _few_descriptors(victim, left):
 def test_a_rank_with_few_descriptors_is_the_error_of_all(victim, left, what):
     (errors,) = run_ranks(_few_descriptors, 1, victim, left, backend=None)
     assert errors == [f"torchtp: rank {victim} cannot find out who is on its host: {what}"] * 3
+
+
+def _without_memory():
+    group, tensor = dist.new_group(), torch.ones(4096, 4096).t()  # of which a call needs a copy
+    if dist.get_rank() == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(tensor, group=group)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    with pytest.raises(dist.DistBackendError, match="rank 1 failed in call #0"):
+        dist.barrier(group)
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_a_rank_that_has_no_memory_for_a_copy_is_the_error_of_all():
+    errors = run_ranks(_without_memory, 3, backend="torchtp", fresh=True)
+    for rank, error in enumerate(errors):
+        assert ("rank 1 failed in call #0: " in error) == (rank != 1)
+        assert "can't allocate memory" in error

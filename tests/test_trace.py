@@ -238,6 +238,25 @@ def test_signals_that_can_not_be_caught_are_refused(number):
         torchtp.trace.write_to("run", (signal.SIGTERM, number))
 
 
+def _forks(folder):
+    """A child of a process whose signals are watched; how it ended by one for which the program had a handler."""
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+    trace.write_to(folder / "of", [signal.SIGUSR1])
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(begun, b".")
+        while True:
+            pass
+    os.read(ready, 1)
+    os.kill(child, signal.SIGUSR1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_has_the_handlers_of_the_program(tmp_path):
+    assert run_ranks(_forks, 1, tmp_path, backend="torchtp", fresh=True) == [7]
+
+
 def _unwritable(folder):
     told = Path(folder) / f"told{dist.get_rank()}"
     kept = os.dup(2)

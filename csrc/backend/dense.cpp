@@ -46,11 +46,16 @@ void check_tensor(const at::Tensor& tensor, const char* what) {
               " without; of a DTensor pass to_local() or full_tensor()");
 }
 
+void check_writable(const at::Tensor& output, const char* what) {
+  if (output.layout() != at::kStrided) return;
+  TORCH_CHECK(at::has_internal_overlap(output) != at::MemOverlap::Yes, "torchtp ", what,
+              " writes to a tensor, and elements of this tensor share memory (sizes ", output.sizes(), ", strides ",
+              output.strides(), "); pass a clone()");
+}
+
 void check_in_place(const at::Tensor& tensor, const char* what) {
   check_tensor(tensor, what);
-  TORCH_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "torchtp ", what,
-              " works in place, and elements of this tensor share memory (sizes ", tensor.sizes(), ", strides ",
-              tensor.strides(), "); pass a clone()");
+  check_writable(tensor, what);
 }
 
 void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what) {

@@ -50,7 +50,10 @@ inline std::byte* bytes_of(const at::Tensor& dense) { return static_cast<std::by
 // of a CUDA device.
 void check_tensor(const at::Tensor& tensor, const char* what);
 
-// The same for a tensor that some ranks only read and others write: what the writers could not is an error on all.
+// Throws where elements of a dense tensor share memory.
+void check_writable(const at::Tensor& output, const char* what);
+
+// Both for a tensor that some ranks only read and others write: what the writers could not is an error on all.
 void check_in_place(const at::Tensor& tensor, const char* what);
 
 // Throws unless `tensor` has `count` elements of `dtype`.

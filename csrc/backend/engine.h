@@ -75,6 +75,8 @@ class Engine {
   }
 
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+  // Of the collectives from now on, until one of the two is set again; by the thread that calls them.
+  virtual void set_call_timeout(std::chrono::milliseconds timeout) = 0;
   virtual bool aborted() const noexcept = 0;
   virtual shm::Presence presence(int rank) const = 0;       // as far as can be known from here
   virtual void check() const = 0;                           // throws the first cause of an abort

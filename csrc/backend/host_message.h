@@ -20,8 +20,8 @@ class HostMessage : public MessageWork {
   int sourceRank() const override { return peer_; }
 
  private:
-  bool is_there() override { return !links_->is_under_way(message_); }
-  void finish_claimed() override { finish(timeout_); }
+  bool is_there() override { return !links_->is_under_way(message_) || wanted_for() >= timeout_; }
+  void finish_claimed() override { finish(std::chrono::milliseconds(0)); }
   void finish(std::chrono::milliseconds timeout);
 
   const std::shared_ptr<HostLinks> links_;

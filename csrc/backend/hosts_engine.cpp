@@ -55,6 +55,7 @@ HostsEngine::HostsEngine(std::vector<std::vector<int>> hosts, int rank, std::sha
       num_pieces_(largest(hosts_)),
       host_(std::move(host)),
       timeout_ms_(host_->timeout().count()),
+      call_timeout_ms_(timeout_ms_.load()),
       links_(std::make_shared<HostLinks>(std::move(streams), std::move(mail), host_, rank, std::move(fork_guard))),
       watch_(std::make_shared<MessageWatch>()) {}
 
@@ -73,15 +74,18 @@ size_t HostsEngine::most_inline() { return kMeetBytes - kPrintBytes; }
 // Who waits for another host must not be overtaken by who waits for it, or the cause would name the wrong rank.
 void HostsEngine::set_timeout(milliseconds timeout) {
   timeout_ms_ = timeout.count();
+  call_timeout_ms_ = timeout.count();
   host_->set_timeout(timeout);
 }
 
+void HostsEngine::set_call_timeout(milliseconds timeout) { call_timeout_ms_ = timeout.count(); }
+
 milliseconds HostsEngine::patience() const {
-  const milliseconds timeout(timeout_ms_.load());
+  const milliseconds timeout(call_timeout_ms_.load());
   return std::min(timeout / 4 + milliseconds(200), milliseconds(5000));
 }
 
-Deadline HostsEngine::between_hosts() const { return Deadline(milliseconds(timeout_ms_.load()) + patience()); }
+Deadline HostsEngine::between_hosts() const { return Deadline(milliseconds(call_timeout_ms_.load()) + patience()); }
 
 void HostsEngine::abort(const std::string& why) noexcept {
   host_->abort(why);
@@ -111,7 +115,7 @@ void HostsEngine::stop(const std::string& error) {
 void HostsEngine::guarded(const std::function<void()>& body) {
   try {
     host_->check();
-    host_->set_timeout(milliseconds(timeout_ms_.load()));
+    host_->set_round_timeout(milliseconds(call_timeout_ms_.load()));
     body();
   } catch (...) {
     links_->close_if_aborted();
@@ -121,7 +125,7 @@ void HostsEngine::guarded(const std::function<void()>& body) {
 
 std::vector<std::vector<std::byte>> HostsEngine::meet(const shm::Fingerprint& print, const std::byte* mine,
                                                       size_t num_bytes) {
-  host_->set_timeout(milliseconds(timeout_ms_.load()) + 2 * patience());
+  host_->set_round_timeout(milliseconds(call_timeout_ms_.load()) + 2 * patience());
   std::vector<std::vector<std::byte>> all(num_hosts());
   if (here_.index != 0) return all;
   for (auto& message : all) message.assign(kMeetBytes, std::byte{0});
@@ -180,27 +184,28 @@ void HostsEngine::barrier(uint64_t sequence) {
 }
 
 Engine::MessagePtr HostsEngine::send(const at::Tensor& tensor, int peer, int tag) {
-  check_message(tensor, peer, tag, "send");
+  check_message(tensor, peer, tag, false);
   return watch_->add(c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::SEND, "torchtp:send", tensor, peer,
                                                       tag, milliseconds(timeout_ms_.load())));
 }
 
 Engine::MessagePtr HostsEngine::recv(const at::Tensor& tensor, int peer, int tag) {
-  check_message(tensor, peer, tag, "recv");
+  check_message(tensor, peer, tag, true);
   return watch_->add(c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECV, "torchtp:recv", tensor, peer,
                                                       tag, milliseconds(timeout_ms_.load())));
 }
 
 Engine::MessagePtr HostsEngine::recv_any(const at::Tensor& tensor, int tag) {
   const int anyone = rank_ == 0 ? size_ - 1 : 0;
-  check_message(tensor, anyone, tag, "recv");
+  check_message(tensor, anyone, tag, true);
   return watch_->add(c10::make_intrusive<HostMessage>(links_, rank_, c10d::OpType::RECVANYSOURCE,
                                                       "torchtp:recvAnySource", tensor, -1, tag,
                                                       milliseconds(timeout_ms_.load())));
 }
 
-void HostsEngine::check_message(const at::Tensor& tensor, int peer, int tag, const char* what) const {
-  check_tensor(tensor, what);
+void HostsEngine::check_message(const at::Tensor& tensor, int peer, int tag, bool receives) const {
+  const char* const what = receives ? "recv" : "send";
+  receives ? check_in_place(tensor, what) : check_tensor(tensor, what);
   TORCH_CHECK(peer >= 0 && peer < size_ && peer != rank_, "torchtp ", what,
               ": the peer must be another rank of the group (0 to ", size_ - 1, "), got ", peer, " on rank ", rank_);
   TORCH_CHECK(tag >= 0 && tag <= kMostTag, "torchtp ", what, ": a group of several hosts has tags of 0 to ", kMostTag,

@@ -57,6 +57,7 @@ class HostsEngine : public Engine {
   const std::shared_ptr<shm::Group>& host() const override { return host_; }
 
   void set_timeout(std::chrono::milliseconds timeout) override;
+  void set_call_timeout(std::chrono::milliseconds timeout) override;
   bool aborted() const noexcept override { return host_->aborted(); }
   void check() const override { host_->check(); }
   void abort(const std::string& why) noexcept override;
@@ -109,7 +110,7 @@ class HostsEngine : public Engine {
   std::chrono::milliseconds patience() const;
   Deadline between_hosts() const;
   static size_t most_inline();  // bytes that meet() can take
-  void check_message(const at::Tensor& tensor, int peer, int tag, const char* what) const;
+  void check_message(const at::Tensor& tensor, int peer, int tag, bool receives) const;
 
   void reduce_all(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op);
   void reduce_small(const shm::Fingerprint& print, std::byte* data, int64_t count, at::ScalarType dtype, ReduceOp op);
@@ -130,7 +131,7 @@ class HostsEngine : public Engine {
   const Place here_;
   const int num_pieces_;
   const std::shared_ptr<shm::Group> host_;
-  std::atomic<int64_t> timeout_ms_;
+  std::atomic<int64_t> timeout_ms_, call_timeout_ms_;
   // Both have threads, so a forked child keeps them as they are, longer than the engine.
   const std::shared_ptr<HostLinks> links_;
   const std::shared_ptr<MessageWatch> watch_;

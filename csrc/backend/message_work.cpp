@@ -1,10 +1,16 @@
 #include "backend/message_work.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/clock.h"
 
 namespace torchtp::backend {
+namespace {
+
+constexpr std::chrono::nanoseconds kLongestAway = std::chrono::seconds(1);  // between two looks, unless it was stopped
+
+}  // namespace
 
 void MessageWork::observe(Observer observer) {
   {
@@ -37,6 +43,11 @@ bool MessageWork::isCompleted() {
   return Work::isCompleted();
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
+  wanted_ = true;
+  return TorchtpWork::getFuture();
+}
+
 bool MessageWork::claim() {
   std::lock_guard<std::mutex> lock(claim_mutex_);
   return !std::exchange(claimed_, true);
@@ -45,6 +56,14 @@ bool MessageWork::claim() {
 void MessageWork::begin_wait() {
   int64_t none = 0;
   if (waited_from_ns_.load() == 0) waited_from_ns_.compare_exchange_strong(none, now_ns());
+  wanted_ = true;
+}
+
+std::chrono::nanoseconds MessageWork::wanted_for() {
+  const int64_t now = now_ns();
+  if (is_wanted() && looked_ns_ != 0) wanted_for_ += std::min(std::chrono::nanoseconds(now - looked_ns_), kLongestAway);
+  looked_ns_ = now;
+  return wanted_for_;
 }
 
 void MessageWork::complete(MessageEnd end) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -33,21 +34,31 @@ class MessageWork : public TorchtpWork {
   void fail(std::exception_ptr error);  // unless somebody is waiting for it
 
   bool isCompleted() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
-  // Whether finish_claimed() would take no waiting; asked while the message is not claimed. Must not throw.
+  // Whether finish_claimed() would take no waiting; asked while the message is not claimed, by one thread at a time.
+  // Must not throw.
   virtual bool is_there() = 0;
   // Waits and completes; called once.
   virtual void finish_claimed() = 0;
 
   bool claim();
   void begin_wait();
+  // Whether a thread waits for it, in vain so far, or a future.
+  bool is_wanted() const { return wanted_.load(); }
+  // How long it has been wanted, from look to look of is_there(): not while the whole job is stopped, for nobody could
+  // come meanwhile.
+  std::chrono::nanoseconds wanted_for();
   void complete(MessageEnd end);
 
  private:
   std::mutex claim_mutex_;
   bool claimed_ = false;
   std::atomic<int64_t> waited_from_ns_{0};
+  std::atomic<bool> wanted_{false};
+  int64_t looked_ns_ = 0;
+  std::chrono::nanoseconds wanted_for_{0};
   std::mutex end_mutex_;  // of the members below
   bool ended_ = false;
   MessageEnd end_;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <chrono>
 #include <functional>
 #include <utility>
 
@@ -13,6 +14,7 @@ namespace torchtp::backend {
 // One send or receive under way.
 class Message : public MessageWork {
  public:
+  static constexpr std::chrono::milliseconds kPause{20};  // between looks, which cost a system call a rank
   using Post = std::function<shm::Mailbox::Ticket(shm::Mailbox&, void*, Contents)>;
 
   Message(std::shared_ptr<shm::Mailbox> mailbox, std::shared_ptr<std::atomic<bool>> waiting, int rank, c10d::OpType op,
@@ -48,7 +50,13 @@ class Message : public MessageWork {
   // The mailbox forgets a ticket that was waited for, so nobody may ask for it once the message is claimed.
   bool is_there() override {
     try {
-      return mailbox_->is_done(ticket_);
+      if (mailbox_->is_done(ticket_)) return true;
+      const auto waited = wanted_for();
+      const auto now = std::chrono::steady_clock::now();
+      if (now < next_look_) return false;
+      next_look_ = now + kPause;
+      mailbox_->look_after(ticket_, is_wanted(), waited);
+      return false;
     } catch (...) {
       return true;  // finish_claimed meets the same error
     }
@@ -72,6 +80,7 @@ class Message : public MessageWork {
   const bool receives_;
   Dense dense_;
   const shm::Mailbox::Ticket ticket_;
+  std::chrono::steady_clock::time_point next_look_{};
   int peer_ = -1;
 };
 
@@ -91,7 +100,7 @@ c10::intrusive_ptr<MessageWork> PointToPoint::send(const at::Tensor& tensor, int
 
 c10::intrusive_ptr<MessageWork> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
   check_peer(peer, "recv");
-  check_tensor(tensor, "recv");
+  check_in_place(tensor, "recv");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECV, "torchtp:recv",
                                                  tensor, [=](shm::Mailbox& mailbox, void* data, Contents contents) {
                                                    return mailbox.post_recv(peer, tag, data, contents);
@@ -99,7 +108,7 @@ c10::intrusive_ptr<MessageWork> PointToPoint::recv(const at::Tensor& tensor, int
 }
 
 c10::intrusive_ptr<MessageWork> PointToPoint::recv_any(const at::Tensor& tensor, int tag) {
-  check_tensor(tensor, "recv");
+  check_in_place(tensor, "recv");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECVANYSOURCE,
                                                  "torchtp:recvAnySource", tensor,
                                                  [=](shm::Mailbox& mailbox, void* data, Contents contents) {

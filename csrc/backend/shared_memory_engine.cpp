@@ -102,6 +102,7 @@ std::vector<std::vector<int>> SharedMemoryEngine::hosts() const {
 }
 
 void SharedMemoryEngine::set_timeout(std::chrono::milliseconds timeout) { group_->set_timeout(timeout); }
+void SharedMemoryEngine::set_call_timeout(std::chrono::milliseconds timeout) { group_->set_round_timeout(timeout); }
 bool SharedMemoryEngine::aborted() const noexcept { return group_->aborted(); }
 void SharedMemoryEngine::check() const { group_->check(); }
 void SharedMemoryEngine::abort(const std::string& why) noexcept { group_->abort(why); }

@@ -46,6 +46,7 @@ class SharedMemoryEngine : public Engine {
   const std::vector<int64_t>& arrivals() const override { return group_->arrivals(); }
 
   void set_timeout(std::chrono::milliseconds timeout) override;
+  void set_call_timeout(std::chrono::milliseconds timeout) override;
   bool aborted() const noexcept override;
   void check() const override;
   void abort(const std::string& why) noexcept override;

@@ -21,17 +21,18 @@ SignalWatch::SignalWatch(const std::vector<int>& signals, std::function<void(int
   sem_init(&arrived_, 0, 0);
   thread_ = std::thread([this] { watch(); });
   for (const int signal : signals) {
+    if (signal <= 0 || signal >= NSIG) continue;
     struct sigaction action{};
     action.sa_handler = &SignalWatch::handle;
     action.sa_flags = SA_RESTART;
-    if (sigaction(signal, nullptr, &before_[signal]) != 0 || sigaction(signal, &action, nullptr) != 0) {
-      before_.erase(signal);  // no such signal, or one that cannot be caught
-    }
+    Before& before = before_[signal];
+    // False for one that cannot be caught.
+    before.is_kept = sigaction(signal, nullptr, &before.action) == 0 && sigaction(signal, &action, nullptr) == 0;
   }
 }
 
 SignalWatch::~SignalWatch() {
-  while (!before_.empty()) give_back(before_.begin()->first);
+  for (int signal = 1; signal < NSIG; ++signal) give_back(signal);
   current_.store(nullptr);
   ending_.store(true);
   if (getpid() != process_) {
@@ -45,13 +46,11 @@ SignalWatch::~SignalWatch() {
 
 // Unless somebody else has taken the signal from us meanwhile.
 void SignalWatch::give_back(int signal) {
-  const auto before = before_.find(signal);
   struct sigaction now{};
-  if (before == before_.end()) return;
+  if (!std::exchange(before_[signal].is_kept, false)) return;
   if (sigaction(signal, nullptr, &now) == 0 && now.sa_handler == &SignalWatch::handle) {
-    sigaction(signal, &before->second, nullptr);
+    sigaction(signal, &before_[signal].action, nullptr);
   }
-  before_.erase(before);
 }
 
 // Only what is allowed in a handler.
@@ -62,8 +61,12 @@ void SignalWatch::handle(int signal) {
     watch->signal_.store(signal);
     sem_post(&watch->arrived_);
   } else {
-    // A forked child: as if we were not there.
-    std::signal(signal, SIG_DFL);
+    // A forked child, or the last moment of a watch: as if we were not there.
+    if (watch == nullptr) {
+      std::signal(signal, SIG_DFL);
+    } else {
+      sigaction(signal, &watch->before_[signal].action, nullptr);
+    }
     kill(getpid(), signal);
   }
   errno = error;

@@ -3,10 +3,10 @@
 #include <semaphore.h>
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <csignal>
 #include <functional>
-#include <map>
 #include <thread>
 #include <vector>
 
@@ -31,7 +31,11 @@ class SignalWatch {
 
   const std::function<void(int)> act_;
   const pid_t process_;
-  std::map<int, struct sigaction> before_;
+  struct Before {
+    bool is_kept = false;
+    struct sigaction action{};
+  };
+  std::array<Before, NSIG> before_;  // by signal; a plain array, for handlers read it
   sem_t arrived_;
   std::atomic<int> signal_{0};  // the one that arrived
   std::atomic<bool> ending_{false};

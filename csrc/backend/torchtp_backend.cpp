@@ -3,11 +3,13 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <utility>
 
 #include "backend/arguments.h"
 #include "backend/comms_event.h"
+#include "backend/dense.h"
 #include "backend/device_work.h"
 #include "backend/handled_exception.h"
 #include "backend/label.h"
@@ -152,19 +154,22 @@ void TorchtpBackend::shutdown() { lifetime_->end(handled_exception(), kPatienceO
 std::function<void()> TorchtpBackend::task(uint64_t number, std::chrono::milliseconds timeout,
                                            std::function<void(const Call&)> body,
                                            std::function<void(std::exception_ptr)> complete) const {
-  return [engine = engine_, recorder = recorder_, trace = trace_, number, timeout, of_group = options_->timeout,
-          label = CallLabel::current(), body = std::move(body), complete = std::move(complete)] {
+  return [engine = engine_, recorder = recorder_, trace = trace_, number, timeout, label = CallLabel::current(),
+          body = std::move(body), complete = std::move(complete)] {
     std::exception_ptr error;
     const uint64_t sequence = recorder->start_collective(number);
     try {
       const at::NoGradGuard no_grad;
-      engine->set_timeout(timeout);
+      engine->set_call_timeout(timeout);
       engine->host()->set_label(label);
       body({*engine, sequence});
-    } catch (...) {
+    } catch (const Error&) {
       error = as_dist_error(std::current_exception());
+    } catch (...) {
+      // Of this rank alone, as when its memory is full: the others wait for it, maybe half way through.
+      error = std::current_exception();
+      engine->abort(cat("rank ", engine->rank(), " failed in call #", sequence, ": ", message_of(error)));
     }
-    if (timeout != of_group) engine->set_timeout(of_group);  // which messages and halos have
     const std::string why = error ? message_of(error) : "";
     if (recorder->end(number, why, engine->arrivals()) && trace) trace->dump("error: " + why);
     complete(error);
@@ -213,6 +218,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
   std::exception_ptr refusal;
   try {
     plan = make();
+    for (const at::Tensor& output : plan.outputs) check_writable(output, std::strchr(plan.title, ':') + 1);
     inner_backend = inner_for(plan);
   } catch (...) {
     refusal = std::current_exception();

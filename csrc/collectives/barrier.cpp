@@ -15,7 +15,7 @@ void monitored_barrier(const Call& call, bool name_all_ranks) {
     const std::vector<int> absent = call.group.absent();
     if (absent.empty()) throw;
     const int rank = call.group.rank();
-    const auto limit = call.group.timeout().count();
+    const auto limit = call.group.round_timeout().count();
     std::string what;
     if (rank != 0) {
       what = cat("Rank ", rank, " successfully reached monitoredBarrier, but received errors while waiting for ",

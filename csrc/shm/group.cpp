@@ -106,6 +106,7 @@ Group::Group(const Key&, GroupOptions options, int rank, int size, std::shared_p
       protocol_(std::make_unique<Protocol<Processes>>(segment_->control(), rank, size)),
       heap_(std::make_unique<Heap>(segment_, rank)),
       timeout_ms_(options_.timeout.count()),
+      round_timeout_ms_(options_.timeout.count()),
       announced_(size),
       arrivals_(size) {
   const SegmentSizes& sizes = segment_->sizes();
@@ -256,8 +257,13 @@ void Group::leave(const std::string& why) noexcept {
   if (!is_forked()) protocol_->leave(why);
 }
 
-void Group::set_timeout(milliseconds timeout) { timeout_ms_ = timeout.count(); }
+void Group::set_timeout(milliseconds timeout) {
+  timeout_ms_ = timeout.count();
+  set_round_timeout(timeout);
+}
+void Group::set_round_timeout(milliseconds timeout) { round_timeout_ms_ = timeout.count(); }
 milliseconds Group::timeout() const { return milliseconds(timeout_ms_.load()); }
+milliseconds Group::round_timeout() const { return milliseconds(round_timeout_ms_.load()); }
 
 void Group::notify(int peer, Channel channel) const { ring(protocol_->bell(peer, channel)); }
 

@@ -103,6 +103,7 @@ class Protocol;
 class Segment;
 class Heap;
 class Liveness;
+class Stall;
 class RingReader;
 class RingWriter;
 
@@ -182,9 +183,12 @@ class Group : public std::enable_shared_from_this<Group> {
   // The end: a peer that waits for this rank from now on gets an Error at once, which tells why if that is known.
   void leave(const std::string& why = "") noexcept;
   void set_timeout(std::chrono::milliseconds timeout);
+  // Of rounds alone, until one of the two is set again: a call's own must not end messages and exchanges under way.
+  void set_round_timeout(std::chrono::milliseconds timeout);
   // What the rounds from now on belong to, for messages of this rank; by the thread that calls round().
   void set_label(std::string label) { label_ = std::move(label); }
   std::chrono::milliseconds timeout() const;
+  std::chrono::milliseconds round_timeout() const;
 
   int called(int rank) const { return options_.called.empty() ? rank : options_.called[rank]; }
   bool runs(int rank) const;  // as far as the kernel shows: not stopped, not waiting for a device
@@ -193,6 +197,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // For what is built on the group (exchange, mailbox).
   void wait(Channel channel, Awaited& awaited);  // Error on abort, deadline, dead or departed peers
+  // One look at what nobody sits and waits for: the same Error as of a wait that has taken `waited`.
+  void look_after(Awaited& awaited, std::chrono::nanoseconds waited);
   void notify(int peer, Channel channel) const;  // after a sequentially consistent store the peer may wait for
   RingWriter ring_to(int peer, Channel channel) const;
   RingReader ring_from(int peer, Channel channel) const;
@@ -206,6 +212,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void compare_fingerprints();
   std::string describe(const Fingerprint& fingerprint, const std::string& label) const;
   void look_for_trouble(Awaited& awaited);
+  Stall begin_stall() const;
+  std::string in_words_of_timeout(std::chrono::milliseconds limit) const;
   std::string farewells(uint64_t ranks) const;
   bool keeps_from_running(Awaited& awaited) const;
   bool is_blocked(Channel channel, Awaited& awaited) const;  // see ToldWait
@@ -226,7 +234,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Staging staging_;
   std::atomic<uint32_t> crowded_waits_{0};  // for a rank on the same core
   std::atomic<bool> first_thread_waits_{false};
-  std::atomic<int64_t> timeout_ms_;
+  std::atomic<int64_t> timeout_ms_, round_timeout_ms_;
   uint64_t round_ = 0;
   Fingerprint fingerprint_;  // mine of this round
   std::string label_;

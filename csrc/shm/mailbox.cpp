@@ -58,7 +58,7 @@ Mailbox::Ticket Mailbox::post_recv_any(int32_t tag, void* data, Contents content
 
 class Mailbox::Done final : public Awaited {
  public:
-  Done(Mailbox& mailbox, Ticket ticket) : mailbox_(mailbox), ticket_(ticket) {}
+  Done(Mailbox& mailbox, Ticket ticket, bool wanted) : mailbox_(mailbox), ticket_(ticket), wanted_(wanted) {}
 
   bool ready() override { return mailbox_.is_done(ticket_); }
 
@@ -71,7 +71,7 @@ class Mailbox::Done final : public Awaited {
   }
 
   // From any rank: as long as one is there it may still send.
-  bool is_hopeless(uint64_t left) override { return (missing() & ~left) == 0; }
+  bool is_hopeless(uint64_t left) override { return wanted_ && (missing() & ~left) == 0; }
 
   bool needs_all_missing() override {
     std::lock_guard<std::mutex> lock(mailbox_.mutex_);
@@ -89,6 +89,7 @@ class Mailbox::Done final : public Awaited {
  private:
   Mailbox& mailbox_;
   const Ticket ticket_;
+  const bool wanted_;
   uint64_t moves_ = 0;  // between this rank and the peer, when last asked
 };
 
@@ -102,13 +103,18 @@ bool Mailbox::is_done(Ticket ticket) {
   });
 }
 
+void Mailbox::look_after(Ticket ticket, bool wanted, std::chrono::nanoseconds waited) {
+  Done done(*this, ticket, wanted);
+  group_->look_after(done, waited);
+}
+
 void Mailbox::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   messages_->close();
 }
 
 int Mailbox::wait(Ticket ticket, Passage* passage) {
-  Done done(*this, ticket);
+  Done done(*this, ticket, true);
   try {
     group_->wait(Channel::kMailbox, done);
   } catch (...) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -43,6 +44,9 @@ class Mailbox {
   // Returns the peer; each ticket is waited for once; throws what the group throws.
   int wait(Ticket ticket, Passage* passage = nullptr);
   bool is_done(Ticket ticket);  // makes progress too; the ticket still has to be waited for
+  // One look at an operation for which no thread waits here: throws, as the group does, where a rank has died, and, if
+  // it is `wanted` elsewhere, where its peer has left or what was waited exceeds the group's timeout.
+  void look_after(Ticket ticket, bool wanted, std::chrono::nanoseconds waited);
 
   // Nothing is moved from now on: what is not done is an Error to who waits for it, on this rank.
   void close();

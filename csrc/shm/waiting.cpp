@@ -92,15 +92,10 @@ bool Group::may_come_by_thread(uint64_t ranks) const {
 }
 
 void Group::nap_until_ready(Channel channel, Awaited& awaited) {
-  const milliseconds limit = timeout();
+  const milliseconds limit = channel == Channel::kRound ? round_timeout() : timeout();
   Deadline deadline(limit);
   const nanoseconds patience = std::min<nanoseconds>(options_.stall_after, limit / 2);
-  Stall stall(
-      *liveness_, options_.called, rank_, [this](int rank) { return waits_of(rank); },
-      [this](uint64_t missing, Circle& circle) {
-        return options_.whereabouts && options_.whereabouts->follow(*this, missing, circle);
-      },
-      options_.deadlock_after);
+  Stall stall = begin_stall();
   LongWait long_wait(options_.whereabouts, *this);
   const auto tell = [&](bool blocked) {
     const uint64_t missing = awaited.missing();
@@ -121,9 +116,7 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
     const bool blocked = is_blocked(channel, awaited);
     stall.look(awaited, blocked);
     if (options_.whereabouts && stall.age() >= std::min<nanoseconds>(kLongWait, patience / 2)) tell(blocked);
-    if (deadline.passed()) {
-      fail(stall.describe(awaited, cat(in_words(limit), " (the timeout of rank ", called(rank_), ")")));
-    }
+    if (deadline.passed()) fail(stall.describe(awaited, in_words_of_timeout(limit)));
     if (stall.is_deadlock()) {
       fail(stall.describe(awaited, cat(in_words(stall.age()), " (the timeout is ", in_words(limit), ")")));
     }
@@ -144,6 +137,28 @@ void Group::nap_until_ready(Channel channel, Awaited& awaited) {
   protocol_->sleep_until(channel, [&] { return awaited.ready(); }, look);
   long_wait.end();
   if (reported) report(cat(awaited.describe(), " goes on after ", in_words(stall.age())));
+}
+
+Stall Group::begin_stall() const {
+  return Stall(
+      *liveness_, options_.called, rank_, [this](int rank) { return waits_of(rank); },
+      [this](uint64_t missing, Circle& circle) {
+        return options_.whereabouts && options_.whereabouts->follow(*this, missing, circle);
+      },
+      options_.deadlock_after);
+}
+
+std::string Group::in_words_of_timeout(milliseconds limit) const {
+  return cat(in_words(limit), " (the timeout of rank ", called(rank_), ")");
+}
+
+void Group::look_after(Awaited& awaited, nanoseconds waited) {
+  look_for_trouble(awaited);
+  const milliseconds limit = timeout();
+  if (waited < limit) return;
+  Stall stall = begin_stall();
+  stall.look(awaited, false);
+  fail(stall.describe(awaited, in_words_of_timeout(limit)));
 }
 
 void Group::handle_signals(const std::function<std::string()>& where) {

@@ -310,6 +310,25 @@ void a_deadline_is_an_error() {
   });
 }
 
+// The group's timeout is that of messages, whatever a call in another thread has of its own; and the other way round.
+void rounds_have_a_timeout_of_their_own() {
+  run_threads(2, [](Bootstrap& bootstrap) {
+    for (const bool message : {true, false}) {
+      const auto group = make(bootstrap);
+      group->set_timeout(milliseconds(message ? 50 : 60000));
+      group->set_round_timeout(milliseconds(message ? 60000 : 50));
+      if (bootstrap.rank() == 0) {
+        Mailbox mailbox(group);
+        Bytes bytes(100);
+        const std::string error =
+            error_of([&] { message ? mailbox.recv(1, 7, bytes.data(), bytes.size()) : group->round(making()); });
+        CHECK_CONTAINS(error, "after 50 ms (the timeout of rank 0)");
+      }
+      bootstrap.all_gather("");
+    }
+  });
+}
+
 }  // namespace
 
 int main() {
@@ -329,5 +348,6 @@ int main() {
       {"wrong peers are refused at once", wrong_peers_are_refused_at_once},
       {"a departure is an error only for who waits", a_departure_is_an_error_only_for_who_waits},
       {"a deadline is an error", a_deadline_is_an_error},
+      {"rounds have a timeout of their own", rounds_have_a_timeout_of_their_own},
   });
 }
