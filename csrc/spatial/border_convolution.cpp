@@ -212,7 +212,8 @@ std::tuple<at::Tensor, at::Tensor> border_convolution_backward(const at::Tensor&
     return at::convolution_backward(grad, part, weight, c10::nullopt, stride, padding, params.dilation, false, {0, 0},
                                     params.groups, {output_mask[0], output_mask[1], false});
   };
-  auto [dx, dw, none] = backward(dy, x, params.stride, paddings(axes));
+  at::Tensor dx, dw;  // no structured binding: lambdas capture none in C++17
+  std::tie(dx, dw, std::ignore) = backward(dy, x, params.stride, paddings(axes));
   // Shares of 16 bit would be rounded each.
   if (dw.defined()) dw = dw.to(at::toOpMathType(dw.scalar_type()));
   surroundings.wait();
