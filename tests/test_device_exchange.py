@@ -5,6 +5,7 @@ tests/test_cuda_exchange.py runs the same on a card.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -216,6 +217,26 @@ def _without_memory(group_kind: str) -> str:
 def test_ranks_without_common_memory_are_told():
     for message in on_ranks(2, _without_memory, "peer_memory", backend="gloo"):
         assert "share no memory" in message
+
+
+def _other_memory(size_of_1: str) -> str:
+    os.environ["TORCHTP_ARENA_BYTES"] = str(1 << 20) if dist.get_rank() != 1 else size_of_1
+    with travelling("peer_memory") as (group, _), pytest.raises(RuntimeError) as caught:
+        OPS.pull(torch.ones(1, 1, 1, 2), 3, 6, [0, 1, 3], [3, 5, 6], group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size_of_1", "message"),
+    [
+        (str(1 << 16), "must be the same on all ranks: rank 0 has memory of 1048576 bytes for halos, rank 1 of 65536"),
+        (str(1 << 50), "rank 1 has no memory for halos: "),
+        ("many", "rank 1 has no memory for halos: TORCHTP_ARENA_BYTES is a number of bytes, not many"),
+    ],
+)
+def test_memory_for_halos_is_alike(size_of_1, message):
+    for told in run_ranks(_other_memory, 3, size_of_1, backend="torchtp", fresh=True):
+        assert message in told
 
 
 def _rank(**facts: Any) -> dict[str, Any]:

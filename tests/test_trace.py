@@ -107,6 +107,30 @@ def test_a_signal_writes_what_a_rank_waits_for(tmp_path):
     assert "rank 1: has not called it; the last was #0 barrier(), done" in text
 
 
+TWO_SIGNALS = """
+import signal, sys
+import torchtp.trace
+
+signal.signal(signal.SIGUSR1, lambda *_: None)
+torchtp.trace.write_to(sys.argv[1], (signal.SIGTERM, signal.SIGUSR1))
+print("ready", flush=True)
+while True:
+    sys.stdin.read(1)
+"""
+
+
+def test_of_two_signals_at_once_none_is_lost(tmp_path):
+    command = [sys.executable, "-c", TWO_SIGNALS, str(tmp_path / "of")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
+            process.send_signal(number)
+        try:
+            assert process.wait(30) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
 def _trace(rank, calls, size=2, first=0):
     """What `rank` of a group writes that has the global ranks from `first` on."""
     head = {"torchtp_trace": 1, "global_rank": first + rank, "pid": 1, "reason": "test", "now_ns": 9_000_000_000}

@@ -43,7 +43,9 @@ std::chrono::milliseconds timeout_of(const c10::intrusive_ptr<c10d::ProcessGroup
   if (text != nullptr && *text != 0) {
     char* end = nullptr;
     const double seconds = std::strtod(text, &end);
-    if (*end != 0 || !(seconds > 0)) throw Error(cat("TORCHTP_EXCHANGE_TIMEOUT is a number of seconds, not ", text));
+    if (*end != 0 || !(seconds > 0 && seconds < 1e9)) {
+      throw Error(cat("TORCHTP_EXCHANGE_TIMEOUT must be a positive number of seconds, not '", text, "'"));
+    }
     return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
   }
   try {
@@ -128,7 +130,7 @@ DeviceExchanges::Made DeviceExchanges::make_on_host(const c10::intrusive_ptr<c10
   }
   const auto timeout = timeout_of(group, c10::kCPU);
   StoreBootstrap bootstrap = bootstrap_of(group, group_name_, device, timeout);
-  auto memory = make_host_arena(shared->group(), bootstrap, arena_bytes(kHostArenaBytes));
+  auto memory = make_host_arena(shared->group(), bootstrap, [] { return arena_bytes(kHostArenaBytes); });
   return {"cpu", "",
           std::make_shared<ArenaExchange>(halo_kernels, std::move(memory), bootstrap, timeout, "peer_memory")};
 }

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -11,6 +12,12 @@
 #include "core/format.h"
 
 namespace torchtp::backend {
+
+namespace {
+
+int first_of(uint64_t came) { return 1 + __builtin_ctzll(came); }
+
+}  // namespace
 
 std::atomic<SignalWatch*> SignalWatch::current_{nullptr};
 
@@ -32,16 +39,19 @@ SignalWatch::SignalWatch(const std::vector<int>& signals, std::function<void(int
 }
 
 SignalWatch::~SignalWatch() {
+  const bool is_ours = getpid() == process_;
+  ending_.store(true);
+  if (is_ours) {  // before signals are given back, which the thread does, too
+    sem_post(&arrived_);
+    thread_.join();
+  } else {
+    ForkGuard::leave_as_it_is(std::make_shared<std::thread>(std::move(thread_)));  // it did not come along
+  }
   for (int signal = 1; signal < NSIG; ++signal) give_back(signal);
   current_.store(nullptr);
-  ending_.store(true);
-  if (getpid() != process_) {
-    ForkGuard::leave_as_it_is(std::make_shared<std::thread>(std::move(thread_)));  // it did not come along
-    return;
-  }
-  sem_post(&arrived_);
-  thread_.join();
+  if (!is_ours) return;
   sem_destroy(&arrived_);
+  for (uint64_t came = came_.load(); came != 0; came &= came - 1) kill(process_, first_of(came));
 }
 
 // Unless somebody else has taken the signal from us meanwhile.
@@ -58,7 +68,7 @@ void SignalWatch::handle(int signal) {
   const int error = errno;
   SignalWatch* const watch = current_.load();
   if (watch != nullptr && getpid() == watch->process_) {
-    watch->signal_.store(signal);
+    watch->came_.fetch_or(uint64_t{1} << (signal - 1));
     sem_post(&watch->arrived_);
   } else {
     // A forked child, or the last moment of a watch: as if we were not there.
@@ -80,11 +90,12 @@ void SignalWatch::watch() {
   while (true) {
     if (sem_wait(&arrived_) != 0) continue;
     if (ending_.load()) return;
-    const int signal = signal_.exchange(0);
-    if (signal == 0) continue;
-    act_(signal);
-    give_back(signal);
-    kill(process_, signal);
+    for (uint64_t came = came_.exchange(0); came != 0; came &= came - 1) {
+      const int signal = first_of(came);
+      act_(signal);
+      give_back(signal);
+      kill(process_, signal);
+    }
   }
 }
 

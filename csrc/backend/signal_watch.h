@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <cstdint>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -37,7 +38,7 @@ class SignalWatch {
   };
   std::array<Before, NSIG> before_;  // by signal; a plain array, for handlers read it
   sem_t arrived_;
-  std::atomic<int> signal_{0};  // the one that arrived
+  std::atomic<uint64_t> came_{0};  // bit n: signal n + 1, not acted on yet; several may come at once
   std::atomic<bool> ending_{false};
   std::thread thread_;
 };
