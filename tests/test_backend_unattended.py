@@ -4,6 +4,7 @@ import datetime
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -84,3 +85,39 @@ def _is_silent(way):
 def test_the_timeout_counts_for_what_nobody_sits_and_waits_for(way):
     error, _ = run_ranks(_is_silent, 2, way, backend="torchtp")
     assert "rank 1 has not arrived after 2 s (the timeout of rank 0)" in error
+
+
+def _waits_a_little():
+    group, number, rank = dist.new_group(timeout=SHORT), torch.zeros(1), dist.get_rank()
+    if rank == 0:
+        work = dist.irecv(number, 1, group=group)
+        with pytest.raises(RuntimeError):
+            work.wait(datetime.timedelta(milliseconds=100))
+    time.sleep(2 * SHORT.total_seconds())
+    if rank == 1:
+        dist.send(torch.ones(1), 0, group=group)
+    else:
+        work.wait()
+    return number.item()
+
+
+def test_a_wait_with_a_timeout_of_its_own_does_not_begin_the_groups():
+    assert run_ranks(_waits_a_little, 2, backend="torchtp") == [1, 0]
+
+
+def _leaves():
+    group = dist.new_group()
+    error = None
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistBackendError) as raised:
+            _by_polling(group)
+        error = str(raised.value)
+    else:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return error
+
+
+def test_who_asks_again_and_again_hears_that_the_peer_has_left():
+    error, _ = run_ranks(_leaves, 2, backend="torchtp")
+    assert "rank 1 left the group while rank 0 waited in recv of 12 bytes" in error

@@ -241,6 +241,20 @@ def _locals_see_contributions():
     assert calls == ["gradient", "accumulated"] * 3
 
 
+def _pass_often():
+    layout = make_layout({"w": 2})
+    model = torchtp.parallelize(_network(), layout, output="full")
+    calls = []
+    model[0].weight.register_hook(lambda grad: calls.append(grad))
+    for step in range(40):  # if each left a hook more for each there is, this would not end
+        model(_images(step, layout)[1]).square().mean().backward()
+    return len(calls)
+
+
+def test_hooks_stay_as_many_as_they_are():
+    assert run_ranks(_pass_often, 2) == [40, 40]
+
+
 def test_hooks_run_once_a_backward_also_under_no_sync():
     run_ranks(_locals_see_contributions, 2)
 

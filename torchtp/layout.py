@@ -24,7 +24,8 @@ class Layout:
 
     `spatial` maps mesh axes to the dims they cut: negative dims count from the end ({"h": -2, "w": -1} for
     [N, C, H, W] as well as for targets [N, H, W]), positive ones from the front. `data` is the axis over which ranks
-    have different images. Every axis of the mesh is one or the other. Collective over the mesh.
+    have different images. Every axis of the mesh is one or the other. Collective over the mesh. One layout serves
+    any number of models; every other one keeps a process group of its own until the job's groups are destroyed.
 
     Raises ValueError for an axis the mesh has not, one that is neither spatial nor data or both, a dim that is the
     batch's or the channels', and two axes on one dim; TypeError for what is no mesh, or maps no axes to dims.

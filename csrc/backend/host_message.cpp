@@ -31,7 +31,7 @@ HostMessage::HostMessage(std::shared_ptr<HostLinks> links, int rank, c10d::OpTyp
 
 bool HostMessage::wait(std::chrono::milliseconds timeout) {
   if (claim()) {
-    begin_wait();
+    begin_wait(timeout != kNoTimeout);
     finish(timeout == kNoTimeout ? timeout_ : timeout);
   }
   return wait_for_others(kNoTimeout);

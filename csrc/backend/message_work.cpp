@@ -39,12 +39,13 @@ void MessageWork::fail(std::exception_ptr error) {
 }
 
 bool MessageWork::isCompleted() {
+  wanted_ = true;
   advance();
   return Work::isCompleted();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
-  wanted_ = true;
+  wanted_ = limited_by_group_ = true;
   return TorchtpWork::getFuture();
 }
 
@@ -53,15 +54,18 @@ bool MessageWork::claim() {
   return !std::exchange(claimed_, true);
 }
 
-void MessageWork::begin_wait() {
+void MessageWork::begin_wait(bool own_limit) {
   int64_t none = 0;
   if (waited_from_ns_.load() == 0) waited_from_ns_.compare_exchange_strong(none, now_ns());
   wanted_ = true;
+  if (!own_limit) limited_by_group_ = true;
 }
 
 std::chrono::nanoseconds MessageWork::wanted_for() {
   const int64_t now = now_ns();
-  if (is_wanted() && looked_ns_ != 0) wanted_for_ += std::min(std::chrono::nanoseconds(now - looked_ns_), kLongestAway);
+  if (limited_by_group_ && looked_ns_ != 0) {
+    wanted_for_ += std::min(std::chrono::nanoseconds(now - looked_ns_), kLongestAway);
+  }
   looked_ns_ = now;
   return wanted_for_;
 }

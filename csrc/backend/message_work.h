@@ -44,11 +44,12 @@ class MessageWork : public TorchtpWork {
   virtual void finish_claimed() = 0;
 
   bool claim();
-  void begin_wait();
-  // Whether a thread waits for it, in vain so far, or a future.
+  // `own_limit`: not for longer than the caller says, who goes on then.
+  void begin_wait(bool own_limit);
+  // Whether somebody has asked for its end: by a wait, in vain so far, a future, or is_completed().
   bool is_wanted() const { return wanted_.load(); }
-  // How long it has been wanted, from look to look of is_there(): not while the whole job is stopped, for nobody could
-  // come meanwhile.
+  // How long a future or a thread without a limit of its own has wanted it, from look to look of is_there(): not while
+  // the whole job is stopped, for nobody could come meanwhile.
   std::chrono::nanoseconds wanted_for();
   void complete(MessageEnd end);
 
@@ -56,7 +57,7 @@ class MessageWork : public TorchtpWork {
   std::mutex claim_mutex_;
   bool claimed_ = false;
   std::atomic<int64_t> waited_from_ns_{0};
-  std::atomic<bool> wanted_{false};
+  std::atomic<bool> wanted_{false}, limited_by_group_{false};
   int64_t looked_ns_ = 0;
   std::chrono::nanoseconds wanted_for_{0};
   std::mutex end_mutex_;  // of the members below

@@ -27,7 +27,7 @@ class Message : public MessageWork {
         ticket_(posted(post)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
-    if (!Work::isCompleted()) begin_wait();
+    if (!Work::isCompleted()) begin_wait(timeout != kNoTimeout);
     if (timeout == kNoTimeout && !waiting_->exchange(true)) {
       if (claim()) finish_claimed();
       *waiting_ = false;

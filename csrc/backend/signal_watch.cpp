@@ -26,7 +26,13 @@ SignalWatch::SignalWatch(const std::vector<int>& signals, std::function<void(int
   SignalWatch* none = nullptr;
   if (!current_.compare_exchange_strong(none, this)) throw Error("signals are watched already in this process");
   sem_init(&arrived_, 0, 0);
-  thread_ = std::thread([this] { watch(); });
+  try {
+    thread_ = std::thread([this] { watch(); });
+  } catch (...) {  // there is no thread left: another one may be made later
+    current_.store(nullptr);
+    sem_destroy(&arrived_);
+    throw;
+  }
   for (const int signal : signals) {
     if (signal <= 0 || signal >= NSIG) continue;
     struct sigaction action{};

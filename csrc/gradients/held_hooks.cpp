@@ -51,7 +51,8 @@ std::unique_ptr<HeldHooks> HeldHooks::of(const at::Tensor& parameter, bool of_gr
 }
 
 void HeldHooks::take(std::unique_ptr<Hook>& hook, std::unique_ptr<Hook> stand_in) {
-  of_gradient_.emplace_back(stand_in.get(), std::exchange(hook, std::move(stand_in)));
+  const Hook* const place = stand_in.get();  // before it is moved: arguments are evaluated in any order
+  of_gradient_.emplace_back(place, std::exchange(hook, std::move(stand_in)));
 }
 
 void HeldHooks::put_back() {
