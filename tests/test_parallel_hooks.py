@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import make_layout
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from training import assert_same_parameters
 
 import torchtp
@@ -67,6 +68,30 @@ def _train_in_backward(axes):
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_an_optimizer_that_steps_in_backward(axes):
     run_ranks(_train_in_backward, torch.Size(axes.values()).numel(), axes)
+
+
+def _train_by_optimizers_of_pytorch(made_first):
+    layout = make_layout({"dp": 2, "w": 1})
+    single = _network()
+    model = copy.deepcopy(single)
+    models = (single, model) if made_first else (single,)
+    for one in models:
+        _apply_optimizer_in_backward(torch.optim.SGD, one.parameters(), {"lr": 0.05, "momentum": 0.9})
+    reducer = GradientReducer(model)
+    for step in range(4):
+        whole, mine = _images(step, layout)
+        single(whole).square().mean().backward()
+        if not made_first and step == 0:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05, "momentum": 0.9})
+            reducer.prepare()
+        model(mine).square().mean().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_parameters(model, single)
+
+
+@pytest.mark.parametrize("made_first", [False, True])
+def test_optimizers_that_pytorch_puts_into_backward_step_on_what_is_reduced(made_first):
+    run_ranks(_train_by_optimizers_of_pytorch, 2, made_first)
 
 
 def _clamp(grad):

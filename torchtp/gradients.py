@@ -15,6 +15,7 @@ from torchtp import _C
 from torchtp.dtensor.outside import are_averaged
 from torchtp.dtensor.sharing import share_gradient
 from torchtp.faults import agreed, fault_of
+from torchtp.steps_in_backward import step_after_reduction
 
 _MIB = 1 << 20
 
@@ -106,6 +107,7 @@ class GradientReducer:
             share_gradient,
         )
         are_averaged(self.parameters, self)
+        step_after_reduction(self.parameters)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,6 +166,8 @@ class GradientReducer:
         Waits for what a failed backward left under way. PyTorch gives a parameter that is cast another accumulator of
         gradients, of which the reducer hears from here on: without this call its gradient may stay this rank's own.
         """
+        if not self.num_passes:
+            step_after_reduction(self.parameters)  # of optimizers made since
         self._reducer.prepare()
 
     def watch(self, output: torch.Tensor) -> None:
