@@ -1,6 +1,5 @@
 #include "backend/host_arena.h"
 
-#include <cstring>
 #include <string>
 
 #include "core/error.h"

@@ -80,7 +80,7 @@ class Message : public MessageWork {
   const bool receives_;
   Dense dense_;
   const shm::Mailbox::Ticket ticket_;
-  std::chrono::steady_clock::time_point next_look_{};
+  std::chrono::steady_clock::time_point next_look_ = std::chrono::steady_clock::now() + kPause;
   int peer_ = -1;
 };
 
