@@ -42,7 +42,7 @@ $(VENV)/tools.stamp: pyproject.toml | $(VENV)/torch.stamp
 
 $(VENV)/built.stamp: $(sources) $(VENV)/tools.stamp
 	$(say) '3/3 building torchtp (only what changed; minutes the first time), log in build/build.log'
-	@command -v $(firstword $(CXX)) >/dev/null || { echo 'torchtp needs a C++ compiler: install g++ or clang, or name one: make CXX=...'; exit 1; }
+	@command -v $(firstword $(CXX)) >/dev/null || { echo 'torchtp needs a C++ compiler: install g++, or clang with its OpenMP (libomp-dev), or name one: make CXX=...'; exit 1; }
 	@mkdir -p build
 	@$(bin)/python -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e . 2>&1 | tee build/build.log \
 	  | sed -unE 's,^ *(\[[0-9]+/[0-9]+\]).* -c [^ ]*/(csrc|units)/([^ ]*) .*,  \1 \3,p' || { tail -n 40 build/build.log; exit 1; }
