@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from address_space import address_space
 from forked import forked, served_store
 from preloading import broken
 from stores import Store, at_call
@@ -257,11 +258,8 @@ def test_a_store_that_has_died_or_does_not_answer_is_named():
 
 
 def _without_address_space(rank, port):
-    if rank == 1:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
-    return make_group(rank, 3, client(port), LATE)
+    with address_space(256 << 20) if rank == 1 else contextlib.nullcontext():
+        return make_group(rank, 3, client(port), LATE)
 
 
 def _narrow():
@@ -277,14 +275,12 @@ def test_a_rank_without_address_space_is_the_error_of_all():
 
 
 def _many_groups():
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), resource.RLIM_INFINITY))
-    groups = [dist.new_group() for _ in range(20)]
-    total = torch.ones(1000)
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total.unique().tolist()
+    with address_space(4 << 30):
+        groups = [dist.new_group() for _ in range(20)]
+        total = torch.ones(1000)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total.unique().tolist()
 
 
 def test_groups_share_the_address_space_that_is_left():

@@ -7,6 +7,7 @@ import resource
 import pytest
 import torch
 import torch.distributed as dist
+from address_space import address_space
 from forked import forked, served_store
 from preloading import broken
 
@@ -81,15 +82,9 @@ def test_a_rank_with_few_descriptors_is_the_error_of_all(victim, left, what):
 
 def _without_memory():
     group, tensor = dist.new_group(), torch.ones(4096, 4096).t()  # of which a call needs a copy
-    if dist.get_rank() == 1:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), before[1]))
-    with pytest.raises(RuntimeError) as raised:
+    little = address_space(8 << 20) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with little, pytest.raises(RuntimeError) as raised:
         dist.all_reduce(tensor, group=group)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_AS, before)
     with pytest.raises(dist.DistBackendError, match="rank 1 failed in call #0"):
         dist.barrier(group)
     dist.barrier()

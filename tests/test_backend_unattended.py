@@ -68,13 +68,16 @@ def test_a_death_ends_what_nobody_sits_and_waits_for():
         assert "rank 1 died (its process is gone) while rank 0 waited in recv of 12 bytes" in error
 
 
+def _error_of(way, group):
+    with pytest.raises(dist.DistBackendError) as raised:
+        way(group)
+    return str(raised.value)
+
+
 def _is_silent(way):
-    group = dist.new_group(timeout=SHORT)
-    error = None
+    group, error = dist.new_group(timeout=SHORT), None
     if dist.get_rank() == 0:
-        with pytest.raises(dist.DistBackendError) as raised:
-            way(group)
-        error = str(raised.value)
+        error = _error_of(way, group)
     else:
         dist.send(torch.ones(3), 0, tag=1, group=group)
     dist.barrier()
@@ -93,10 +96,14 @@ def _waits_a_little():
         work = dist.irecv(number, 1, group=group)
         with pytest.raises(RuntimeError):
             work.wait(datetime.timedelta(milliseconds=100))
-    time.sleep(2 * SHORT.total_seconds())
+        end = time.monotonic() + 2 * SHORT.total_seconds()
+        while time.monotonic() < end:
+            assert not work.is_completed()
+    dist.barrier()
     if rank == 1:
         dist.send(torch.ones(1), 0, group=group)
-    else:
+    dist.barrier()
+    if rank == 0:
         work.wait()
     return number.item()
 
@@ -106,12 +113,9 @@ def test_a_wait_with_a_timeout_of_its_own_does_not_begin_the_groups():
 
 
 def _leaves():
-    group = dist.new_group()
-    error = None
+    group, error = dist.new_group(), None
     if dist.get_rank() == 0:
-        with pytest.raises(dist.DistBackendError) as raised:
-            _by_polling(group)
-        error = str(raised.value)
+        error = _error_of(_by_polling, group)
     else:
         dist.destroy_process_group(group)
     dist.barrier()

@@ -53,11 +53,6 @@ void check_writable(const at::Tensor& output, const char* what) {
               output.strides(), "); pass a clone()");
 }
 
-void check_in_place(const at::Tensor& tensor, const char* what) {
-  check_tensor(tensor, what);
-  check_writable(tensor, what);
-}
-
 void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what) {
   check_tensor(tensor, what);
   TORCH_CHECK(tensor.scalar_type() == dtype, "torchtp ", what, ": all tensors of a call must have one dtype, got ",

@@ -53,9 +53,6 @@ void check_tensor(const at::Tensor& tensor, const char* what);
 // Throws where elements of a dense tensor share memory.
 void check_writable(const at::Tensor& output, const char* what);
 
-// Both for a tensor that some ranks only read and others write: what the writers could not is an error on all.
-void check_in_place(const at::Tensor& tensor, const char* what);
-
 // Throws unless `tensor` has `count` elements of `dtype`.
 void check_like(const at::Tensor& tensor, int64_t count, at::ScalarType dtype, const char* what);
 

@@ -205,7 +205,8 @@ Engine::MessagePtr HostsEngine::recv_any(const at::Tensor& tensor, int tag) {
 
 void HostsEngine::check_message(const at::Tensor& tensor, int peer, int tag, bool receives) const {
   const char* const what = receives ? "recv" : "send";
-  receives ? check_in_place(tensor, what) : check_tensor(tensor, what);
+  check_tensor(tensor, what);
+  if (receives) check_writable(tensor, what);
   TORCH_CHECK(peer >= 0 && peer < size_ && peer != rank_, "torchtp ", what,
               ": the peer must be another rank of the group (0 to ", size_ - 1, "), got ", peer, " on rank ", rank_);
   TORCH_CHECK(tag >= 0 && tag <= kMostTag, "torchtp ", what, ": a group of several hosts has tags of 0 to ", kMostTag,

@@ -100,7 +100,8 @@ c10::intrusive_ptr<MessageWork> PointToPoint::send(const at::Tensor& tensor, int
 
 c10::intrusive_ptr<MessageWork> PointToPoint::recv(const at::Tensor& tensor, int peer, int tag) {
   check_peer(peer, "recv");
-  check_in_place(tensor, "recv");
+  check_tensor(tensor, "recv");
+  check_writable(tensor, "recv");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECV, "torchtp:recv",
                                                  tensor, [=](shm::Mailbox& mailbox, void* data, Contents contents) {
                                                    return mailbox.post_recv(peer, tag, data, contents);
@@ -108,7 +109,8 @@ c10::intrusive_ptr<MessageWork> PointToPoint::recv(const at::Tensor& tensor, int
 }
 
 c10::intrusive_ptr<MessageWork> PointToPoint::recv_any(const at::Tensor& tensor, int tag) {
-  check_in_place(tensor, "recv");
+  check_tensor(tensor, "recv");
+  check_writable(tensor, "recv");
   return watch_.add(c10::make_intrusive<Message>(mailbox_, waiting_, group_->rank(), c10d::OpType::RECVANYSOURCE,
                                                  "torchtp:recvAnySource", tensor,
                                                  [=](shm::Mailbox& mailbox, void* data, Contents contents) {

@@ -218,6 +218,7 @@ TorchtpBackend::WorkPtr TorchtpBackend::launch(bool asynchronous, std::chrono::m
   std::exception_ptr refusal;
   try {
     plan = make();
+    // Of a broadcast or a reduce also where it is only read: what the writers could not is an error on all.
     for (const at::Tensor& output : plan.outputs) check_writable(output, std::strchr(plan.title, ':') + 1);
     inner_backend = inner_for(plan);
   } catch (...) {

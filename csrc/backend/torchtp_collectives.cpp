@@ -19,7 +19,6 @@ TorchtpBackend::WorkPtr TorchtpBackend::broadcast(Tensors& tensors, const c10d::
       options.asyncOp, options.timeout,
       [&]() -> Plan {
         const at::Tensor tensor = only(tensors, "broadcast");
-        check_in_place(tensor, "broadcast");
         check_root(options.rootRank, "broadcast");
         const int root = static_cast<int>(options.rootRank);
         return {c10d::OpType::BROADCAST,

@@ -62,7 +62,7 @@ TorchtpBackend::Plan TorchtpBackend::plan_allreduce(const char* title, const Ten
   TORCH_CHECK(!tensors.empty(), "torchtp allreduce takes at least one tensor, got none");
   std::vector<Reducing> reducing;
   for (const at::Tensor& tensor : tensors) {
-    check_in_place(tensor, "allreduce");
+    check_tensor(tensor, "allreduce");
     reducing.emplace_back(op, tensor, "allreduce");
   }
   return {c10d::OpType::ALLREDUCE,
@@ -122,7 +122,6 @@ TorchtpBackend::WorkPtr TorchtpBackend::reduce(Tensors& tensors, const c10d::Red
       options.asyncOp, options.timeout,
       [&]() -> Plan {
         const at::Tensor tensor = only(tensors, "reduce");
-        check_in_place(tensor, "reduce");
         check_root(options.rootRank, "reduce");
         const int root = static_cast<int>(options.rootRank);
         const Reducing reducing(options.reduceOp, tensor, "reduce");
