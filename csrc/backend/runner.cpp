@@ -19,7 +19,7 @@ bool Runner::submit(std::function<void()> task) {
   if (state_->stopping) return false;
   if (!worker_.joinable()) worker_ = std::thread([state = state_] { work(state); });
   state_->queue.add(state_->place(), std::move(task));
-  state_->changed.notify_all();
+  if (!state_->busy) state_->for_worker.notify_one();
   return true;
 }
 
@@ -33,25 +33,24 @@ void Runner::run(const std::function<void()>& task, const std::function<void()>&
     return task();
   }
   const auto is_free = [&] { return !state_->busy && state_->queue.is_empty(); };
-  wait_looking(state_->changed, lock, kForever, is_free, look);
+  wait_looking(state_->for_callers, lock, kForever, is_free, look);
   state_->busy = true;
   lock.unlock();
   task();
   lock.lock();
-  state_->busy = false;
-  state_->changed.notify_all();
+  state_->end_task();
 }
 
 bool Runner::is_idle_within(std::chrono::milliseconds patience) const {
   std::unique_lock<std::mutex> lock(state_->mutex);
-  return state_->changed.wait_for(lock, patience, [&] { return !state_->busy && state_->queue.is_empty(); });
+  return state_->for_callers.wait_for(lock, patience, [&] { return !state_->busy && state_->queue.is_empty(); });
 }
 
 void Runner::stop() {
   {
     std::lock_guard<std::mutex> lock(state_->mutex);
     state_->stopping = true;
-    state_->changed.notify_all();
+    state_->for_worker.notify_one();
   }
   if (!worker_.joinable()) return;
   if (worker_.get_id() == std::this_thread::get_id()) {
@@ -95,6 +94,12 @@ Runner::Place Runner::State::place() {
   return next_place++;
 }
 
+void Runner::State::end_task() {
+  busy = false;
+  if (stopping || !queue.is_empty()) for_worker.notify_one();
+  for_callers.notify_all();
+}
+
 Runner::Place Runner::Places::hold() const {
   if (!state_) return 0;
   std::lock_guard<std::mutex> lock(state_->mutex);
@@ -128,12 +133,11 @@ void Runner::work(const std::shared_ptr<State>& state) {
   own_state_ = state.get();
   std::unique_lock<std::mutex> lock(state->mutex);
   while (true) {
-    state->changed.wait(lock, [&] { return !state->busy && (state->stopping || !state->queue.is_empty()); });
+    state->for_worker.wait(lock, [&] { return !state->busy && (state->stopping || !state->queue.is_empty()); });
     if (state->queue.is_empty()) return;
     state->busy = true;
     run_next(*state, lock);
-    state->busy = false;
-    state->changed.notify_all();
+    state->end_task();
   }
 }
 

@@ -79,7 +79,9 @@ class Runner {
   // outlives this object.
   struct State {
     std::mutex mutex;
-    std::condition_variable changed;
+    // Apart from each other: the worker, woken by every synchronous call's end, would take a core from a rank.
+    std::condition_variable for_worker;
+    std::condition_variable for_callers;
     Queue queue;
     Place next_place = 0;
     bool busy = false;  // a task is running, on whichever thread
@@ -89,7 +91,9 @@ class Runner {
     Queue later_callbacks;
 
     bool is_own() const { return own_state_ == this; }
-    Place place();  // under the mutex
+    // Under the mutex:
+    Place place();
+    void end_task();
   };
 
   static void work(const std::shared_ptr<State>& state);
