@@ -24,8 +24,9 @@ c10::intrusive_ptr<MessageWork> MessageWatch::add(c10::intrusive_ptr<MessageWork
     std::lock_guard<std::mutex> lock(state_->mutex);
     if (!state_->stopping) {
       if (!thread_.joinable()) thread_ = std::thread([state = state_] { look_after(state); });
+      // Where there are others it will look soon enough by itself.
+      if (state_->unfinished.empty()) state_->changed.notify_one();
       state_->unfinished.push_back(message);
-      state_->changed.notify_all();
       return message;
     }
   }
