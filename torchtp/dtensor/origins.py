@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,5 +55,6 @@ class Origins:
 
 
 def _keep_few(known: dict[Any, Placements | None] | dict[Any, Placements]) -> None:
-    if len(known) > _MOST:
-        del known[next(iter(known))]  # the oldest
+    if len(known) > _MOST:  # the oldest, many at once: a dict looks for its first key past all that were deleted
+        for key in list(itertools.islice(known, _MOST // 4)):
+            del known[key]

@@ -27,6 +27,7 @@ from torchtp.dtensor.sharing import Replicated
 from torchtp.dtensor.spatial import is_marked, on_first_mark
 from torchtp.parallel import graph_modules
 from torchtp.parallel.canvas import Canvas, plainly
+from torchtp.parallel.remembered import remembered
 from torchtp.parallel.running import is_inside, is_running, writes, written_now
 
 # Functions and modules that take their parameters plain, by the aten op whose rule hands out gradients by the mean rule.
@@ -234,7 +235,7 @@ def origin_of(made: type) -> type:
     return made
 
 
-@functools.cache
+@remembered
 def _prepared(base: type, names: tuple[str, ...]) -> type:
     return remade(base, (_Prepared,), {name: alias(name) for name in names}, _prepared, names)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from torchtp.dtensor.upstream import plain_shard
 from torchtp.dtensor.wrapping import from_part
 from torchtp.layout import Layout
 from torchtp.parallel import lazy
+from torchtp.parallel.remembered import remembered
 
 _GROUP = "_torchtp_data_group"
 
@@ -63,7 +63,7 @@ class _Synchronized(nn.SyncBatchNorm, lazy.Remade):
         return super().forward(input)
 
 
-@functools.cache
+@remembered
 def _synchronized(base: type[nn.SyncBatchNorm]) -> type:
     return lazy.remade(base, (_Synchronized,), {}, _synchronized)
 

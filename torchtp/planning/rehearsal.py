@@ -41,6 +41,7 @@ from torchtp.dtensor.wrapping import wrap
 from torchtp.parallel import lazy
 from torchtp.parallel.images import cut_as_images
 from torchtp.parallel.randomness import outside_torch
+from torchtp.parallel.remembered import remembered
 from torchtp.parallel.running import running
 from torchtp.planning.measure import SavedBytes
 
@@ -310,7 +311,7 @@ class _AloneNorm(nn.SyncBatchNorm, lazy.Remade):
     forward = nn.modules.batchnorm._BatchNorm.forward
 
 
-@functools.cache
+@remembered
 def _alone_norm(base: type[nn.SyncBatchNorm]) -> type:
     return lazy.remade(base, (_AloneNorm,), {}, _alone_norm)
 
