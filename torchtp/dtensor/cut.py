@@ -53,6 +53,7 @@ class Axes:
     tell_order: dict[tuple[Placements, torch.Size], bool] = field(default_factory=dict)
     cuts: dict[tuple[Placements, torch.Size], Cut | None] = field(default_factory=dict)
     specs: dict[tuple[object, ...], DTensorSpec] = field(default_factory=dict)
+    outgrown: bool = False  # specs were dropped; PyTorch still remembers their shapes
     picked_from: Origins = field(default_factory=Origins)  # of points
     taken_from: Origins = field(default_factory=Origins)  # of sums and rows
 

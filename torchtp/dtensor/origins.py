@@ -57,4 +57,4 @@ class Origins:
 def _keep_few(known: dict[Any, Placements | None] | dict[Any, Placements]) -> None:
     if len(known) > _MOST:  # the oldest, many at once: a dict looks for its first key past all that were deleted
         for key in list(itertools.islice(known, _MOST // 4)):
-            del known[key]
+            known.pop(key, None)

@@ -7,11 +7,17 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OutputSharding
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+    redistribute_local_tensor,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 try:
@@ -35,6 +41,7 @@ __all__ = [
     "Shard",
     "StridedShard",
     "become",
+    "forget_shapes",
     "hold",
     "in_backward",
     "is_known",
@@ -114,6 +121,14 @@ _MOVED_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint
 def travels_as_bytes(dtype: torch.dtype) -> bool:
     """Whether not every backend moves elements of that dtype: their bytes go instead."""
     return dtype in _MOVED_AS_BYTES or (dtype.itemsize == 1 and dtype.is_floating_point)
+
+
+def forget_shapes() -> None:
+    """Drop what DTensor and fake tensors remember of every shape that they have met: they never do by themselves."""
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
+    _clear_sharding_prop_cache()
+    FakeTensorMode.cache_clear()
 
 
 def redistributed(local: torch.Tensor, spec: DTensorSpec, placements: tuple[Placement, ...]) -> torch.Tensor:

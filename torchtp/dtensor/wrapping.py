@@ -16,6 +16,7 @@ from torchtp.dtensor.upstream import (
     DTensor,
     Op,
     Replicate,
+    forget_shapes,
     hold,
     local_of,
     make_dtensor,
@@ -48,9 +49,18 @@ def wrap(
             return wrap(local, mesh, placements, shape)  # the first of its kind on this mesh: on all ranks
         if len(axes.specs) > MOST_SHAPES:
             axes.specs.clear()
+            axes.outgrown = True
         spec = make_spec(mesh, placements, shape, stride or dense_stride(shape, local.stride()), local.dtype)
         axes.specs[key] = spec
     return make_dtensor(local, spec)
+
+
+def forget_outgrown(mesh: DeviceMesh) -> None:
+    """Drop what PyTorch remembers of shapes, if there were many on `mesh`; between two ops, not inside one that may be asking."""
+    axes = axes_of(mesh)
+    if axes.outgrown:
+        axes.outgrown = False
+        forget_shapes()
 
 
 class _Called(threading.local):

@@ -20,6 +20,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.outside import are_averaged, looking_out
 from torchtp.dtensor.rules.fallback import take_custom_ops
+from torchtp.dtensor.wrapping import forget_outgrown
 from torchtp.gradients import GradientReducer, complaint_of_options
 from torchtp.layout import Layout, check_types
 from torchtp.parallel import inner_gradients, lazy, randomness, sync_batch_norm
@@ -164,6 +165,7 @@ class _State:
         if is_inside():
             return forward(*args, **kwargs)
         refuse_ended(self.layout.group)
+        forget_outgrown(self.layout.spatial_mesh)
         is_new = torch.is_grad_enabled() and self._composition.look(module)
         reducer = self.reducer(module) if torch.is_grad_enabled() else None
         if reducer is not None:
