@@ -110,10 +110,22 @@ def test_shards_of_one_row_or_none():
 
 def test_windows_beyond_a_block_are_refused():
     x = torch.zeros(1, 2, 8, 40)
-    for kernel, stride in (([3, 3], [1, 5]), ([3, 32], [1, 1])):
-        args = x, torch.zeros(2, 1, *kernel), None, stride, [1, 1], [1, 1], [], [], []
-        with pytest.raises(ValueError, match=r"depthwise: kernels go up to 31 and strides up to 4 .* takes all"):
+    for kernel, stride, dilation in (
+        ([3, 3], [1, 5], [1, 1]),
+        ([3, 32], [1, 1], [1, 1]),
+        ([3, 3], [1, 1], [1, 300_000_000]),
+    ):
+        args = x, torch.zeros(2, 1, *kernel), None, stride, [1, 1], dilation, [], [], []
+        with pytest.raises(
+            ValueError, match=r"depthwise: kernels go up to 31, strides up to 4 and dilations .* takes all"
+        ):
             OPS.depthwise(*args)
+
+
+def test_the_widest_dilation():
+    x, weight, wide = torch.randn(1, 2, 5, 7), torch.randn(2, 1, 3, 31), 1 << 24
+    y = OPS.depthwise(x, weight, None, [1, 1], [wide, 15 * wide], [wide, wide], [], [], [])
+    _close(y, x * weight[:, 0, 1, 15].view(2, 1, 1), 1e-6, "only the tap in the middle meets the image")
 
 
 X, W = torch.randn(2, 8, 6, 6), torch.randn(8, 1, 3, 3)

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include "core/error.h"
@@ -98,8 +99,9 @@ void launch_program(const char* name, const Program& program, cudaStream_t strea
   const auto kernel = &block_program_kernel<Program>;
   const size_t bytes = program.shared_bytes();
   if (needs_leave(bytes)) {
-    require_launched(
-        name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    // For the most there is: a thread that asks for less would take leave from one that is about to launch with more.
+    require_launched(name, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                static_cast<int>(std::max(bytes, most_shared_bytes()))));
   }
   kernel<<<static_cast<unsigned>(blocks), Program::kThreads, bytes, stream>>>(program);
   require_launched(name, cudaGetLastError());

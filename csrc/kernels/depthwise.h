@@ -11,8 +11,8 @@
 // this rank: halos are read where they lie. Sums are taken in float.
 namespace torchtp::kernels {
 
-// Of each dim, with any dilation: what a block has room for on any device.
-constexpr int32_t kMostDepthwiseKernel = 31, kMostDepthwiseStride = 4;
+// Of each dim: what a block has room for on any device, and what 32 bits count.
+constexpr int32_t kMostDepthwiseKernel = 31, kMostDepthwiseStride = 4, kMostDepthwiseDilation = 1 << 24;
 
 // Output row o reads the input rows stride * o + dilation * k - offset for tap k; both count from this rank's first
 // row. On one rank `offset` is the padding.

@@ -72,11 +72,12 @@ void run_weight_grad(const HaloPlanes<T>& x, const HaloPlanes<T>& dy, const at::
   kernels::depthwise_weight_grad_cpu(x, dy, dw.mutable_data_ptr<T>(), memory, params);
 }
 
-// Whether a block of any device has room for the window.
+// Whether there are kernels for the window.
 bool has_programs(const at::Tensor& weight, const ConvolutionParams& params) {
   const auto most = [](at::IntArrayRef numbers) { return *std::max_element(numbers.begin(), numbers.end()); };
   return most(weight.sizes().slice(2)) <= kernels::kMostDepthwiseKernel &&
-         most(params.stride) <= kernels::kMostDepthwiseStride;
+         most(params.stride) <= kernels::kMostDepthwiseStride &&
+         most(params.dilation) <= kernels::kMostDepthwiseDilation;
 }
 
 }  // namespace
@@ -189,9 +190,11 @@ ConvolutionParams depthwise_numbers(const char* op, const at::Tensor& input, con
                     ": weight is one filter a channel, [", input.size(1), ", 1, kernel, kernel], got ", weight.sizes());
   ConvolutionParams params{stride.vec(), padding.vec(), dilation.vec(), {0, 0}, false, input.size(1)};
   check_list(op, "stride", stride, 2);
+  check_list(op, "dilation", dilation, 2);
   TORCH_CHECK_VALUE(has_programs(weight, params), "depthwise: kernels go up to ", kernels::kMostDepthwiseKernel,
-                    " and strides up to ", kernels::kMostDepthwiseStride, " in each dim, but these are ",
-                    weight.sizes().slice(2), " and ", stride, "; torchtp::convolution takes all");
+                    ", strides up to ", kernels::kMostDepthwiseStride, " and dilations up to ",
+                    kernels::kMostDepthwiseDilation, " in each dim, but these are ", weight.sizes().slice(2), ", ",
+                    stride, " and ", dilation, "; torchtp::convolution takes all");
   return params;
 }
 

@@ -11,6 +11,7 @@
 
 #include "kernels/interpolate.h"
 #include "spatial/checks.h"
+#include "spatial/device.h"
 #include "spatial/interpolate_cuda.h"
 #include "spatial/own_taps.h"
 #include "spatial/pull.h"
@@ -69,7 +70,8 @@ std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& para
                           like.scalar_type() == at::kDouble,
                           backward,
                           as_small,
-                          either};
+                          either,
+                          has_cuda_kernels(like)};
     if (cut) {
       resampling.size = cut->group.size;
       resampling.rank = cut->group.rank;
