@@ -2,8 +2,10 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string>
 
 #include "core/host_device.h"
+#include "kernels/narrow.h"
 
 // One dim of a resampling with coordinates computed where they are needed, for the device: no table of taps to copy
 // there. Coordinates are global and in float, as ATen's are for these types.
@@ -122,5 +124,20 @@ struct ResampleAxis {
     return near ? ((kA + 2) * x - (kA + 3)) * x * x + 1 : ((kA * x - 5 * kA) * x + 8 * kA) * x - 4 * kA;
   }
 };
+
+// A dim of these global extents, which rows of it are here left open; `mode` as PyTorch calls it.
+inline ResampleAxis resample_axis(const std::string& mode, int64_t in_extent, int64_t out_extent, double scale,
+                                  bool align_corners) {
+  ResampleAxis axis;
+  axis.in_extent = narrow(in_extent);
+  axis.out_extent = narrow(out_extent);
+  axis.align_corners = align_corners;
+  axis.mode = mode == "nearest"         ? Resampling::kNearest
+              : mode == "nearest-exact" ? Resampling::kNearestExact
+              : mode == "linear"        ? Resampling::kLinear
+                                        : Resampling::kCubic;
+  axis.set_step(scale);
+  return axis;
+}
 
 }  // namespace torchtp::kernels

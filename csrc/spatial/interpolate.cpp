@@ -71,7 +71,7 @@ std::vector<Axis> make_axes(at::IntArrayRef sizes, const InterpolateParams& para
                           backward,
                           as_small,
                           either,
-                          has_cuda_kernels(like)};
+                          nearest && has_cuda_kernels(like)};
     if (cut) {
       resampling.size = cut->group.size;
       resampling.rank = cut->group.rank;

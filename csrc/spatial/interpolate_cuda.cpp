@@ -13,19 +13,11 @@ namespace {
 using kernels::narrow;
 
 kernels::ResampleAxis axis_of(const ResampledDim& dim, const std::string& mode, bool align_corners) {
-  kernels::ResampleAxis axis;
-  axis.in_extent = narrow(dim.in_extent);
+  kernels::ResampleAxis axis = kernels::resample_axis(mode, dim.in_extent, dim.out_extent, dim.scale, align_corners);
   axis.in_begin = narrow(dim.inputs.begin);
   axis.in_size = narrow(dim.inputs.size());
-  axis.out_extent = narrow(dim.out_extent);
   axis.out_begin = narrow(dim.outputs.begin);
   axis.out_size = narrow(dim.outputs.size());
-  axis.align_corners = align_corners;
-  axis.mode = mode == "nearest"         ? kernels::Resampling::kNearest
-              : mode == "nearest-exact" ? kernels::Resampling::kNearestExact
-              : mode == "linear"        ? kernels::Resampling::kLinear
-                                        : kernels::Resampling::kCubic;
-  axis.set_step(dim.scale);
   return axis;
 }
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "kernels/interpolate_axis.h"
-#include "kernels/narrow.h"
 #include "spatial/taps.h"
 
 namespace torchtp::spatial {
@@ -15,12 +14,8 @@ namespace {
 constexpr size_t kMaxRemembered = 4 << 20;  // taps, 16 bytes each
 
 // The rows that kernels will read: frames that ATen on the CPU rounds may lack one of them.
-Taps nearest_taps_of_kernel(const Resampling& dim) {
-  kernels::ResampleAxis axis;
-  axis.in_extent = kernels::narrow(dim.in_extent);
-  axis.out_extent = kernels::narrow(dim.out_extent);
-  axis.mode = dim.mode == "nearest" ? kernels::Resampling::kNearest : kernels::Resampling::kNearestExact;
-  axis.set_step(dim.scale);
+Taps taps_of_kernel(const Resampling& dim) {
+  const auto axis = kernels::resample_axis(dim.mode, dim.in_extent, dim.out_extent, dim.scale, dim.align_corners);
   Taps taps{1, {}, std::vector<double>(dim.out_extent, 1.0)};
   for (int32_t o = 0; o < axis.out_extent; ++o) taps.places.push_back(axis.taps_of(o).first);
   return taps;
@@ -28,7 +23,7 @@ Taps nearest_taps_of_kernel(const Resampling& dim) {
 
 OwnTaps make_own_taps(const Resampling& dim) {
   const auto taps_of = [&](bool small_image) {
-    if (dim.by_kernel && dim.mode.rfind("nearest", 0) == 0) return nearest_taps_of_kernel(dim);
+    if (dim.by_kernel) return taps_of_kernel(dim);
     return make_taps(dim.mode, dim.in_extent, dim.out_extent, dim.scale, dim.align_corners, dim.wide, dim.backward,
                      small_image);
   };

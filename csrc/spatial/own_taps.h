@@ -18,7 +18,7 @@ struct Resampling {
   double scale = 0;
   bool align_corners = false, wide = false, backward = false, small_image = false;
   bool either = false;     // a rank may take it for a small image where another one does not: frames are of both
-  bool by_kernel = false;  // on a device, whose kernels round the nearest modes otherwise than ATen on the CPU
+  bool by_kernel = false;  // a nearest mode on a device, whose kernels round otherwise than ATen on the CPU
   int size = 0, rank = 0;  // of the group; a size of 0: not cut
 
   friend bool operator<(const Resampling& a, const Resampling& b) { return a.tie() < b.tie(); }
