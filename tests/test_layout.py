@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtp import Layout, parallelize
 from torchtp.testing import run_ranks
@@ -86,6 +86,23 @@ def _memory_format():
 
 def test_the_whole_has_the_stride_order_of_the_parts():
     assert run_ranks(_memory_format, 2) == [(True, 1)] * 2
+
+
+def _order_of_what_is_made(made):
+    layout = Layout(_mesh(w=3), {"w": -1})
+    full = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    if made == "by the layout":
+        cut = layout.shard(full)
+    elif made == "with a gradient":
+        cut = layout.shard(full.requires_grad_())
+    else:
+        cut = distribute_tensor(full, layout.spatial_mesh, layout.placements(4))
+    return torch.nn.functional.pad(cut, (1, 1)).stride()
+
+
+@pytest.mark.parametrize("made", ["by the layout", "with a gradient", "by PyTorch"])
+def test_all_ranks_give_one_order_to_what_is_made_of_a_tensor_that_one_has_nothing_of(made):
+    assert run_ranks(_order_of_what_is_made, 3, made) == [(72, 1, 18, 3)] * 3
 
 
 def _gradient_groups():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -45,7 +45,7 @@ def wrap(
     key = (placements, shape, local.dtype, local.stride(), stride)
     spec = axes.specs.get(key)
     if spec is None:
-        if stride is None and not tells_order(axes, placements, shape):
+        if _first_few_rows(axes, placements, shape) and stride is None:
             return wrap(local, mesh, placements, shape)  # the first of its kind on this mesh: on all ranks
         if len(axes.specs) > MOST_SHAPES:
             axes.specs.clear()
@@ -68,7 +68,7 @@ class _Called(threading.local):
 
     now: tuple[Op, tuple[Any, ...], dict[str, Any]] = (None, (), {})
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[DTensor]:
         """The DTensors among them, and in lists."""
         leaves = [leaf for arg in self.now[1] for leaf in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         return [leaf for leaf in leaves if isinstance(leaf, DTensor)]
@@ -157,7 +157,7 @@ def _with_strides(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _in_one_order(
-    axes: Axes, local: torch.Tensor, placements: Placements, shape: torch.Size, made_of: list[torch.Tensor]
+    axes: Axes, local: torch.Tensor, placements: Placements, shape: torch.Size, made_of: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """The part, and strides of the whole that are the same on all ranks; None where each tells them by its own.
 
@@ -223,6 +223,18 @@ def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tupl
             outermost = all(size == 1 for size in shape[:dim])
             stride[dim] = step if outermost else stride[dim + 1] * max(1, shape[dim + 1])
     return tuple(stride)
+
+
+def _first_few_rows(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
+    """Whether this tensor, or one that it is made of, is the first on its mesh that some rank has too few rows of.
+
+    What it is made of may have come with strides from elsewhere: an image that takes a gradient, a DTensor that the program made.
+    """
+    known = axes.few_rows
+    tells_order(axes, placements, shape)
+    for spec in map(spec_of, called.tensors()):
+        tells_order(axes_of(spec.mesh), spec.placements, spec.shape)
+    return axes.few_rows and not known
 
 
 def same_order(shape: torch.Size, stride: tuple[int, ...], other: tuple[int, ...]) -> bool:
