@@ -86,7 +86,7 @@ def test_strides_of_one_channel_on_a_rank_with_one_row():
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("axes", [*MESHES, {"h": 2, "w": 4}], ids=str)
 @pytest.mark.parametrize("make", [random_network, random_graph])
 def test_more_random_networks(make, axes, part):
     assert_alike(make, axes, range(60 + part * 100, 160 + part * 100), 600)

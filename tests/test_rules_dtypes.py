@@ -48,6 +48,10 @@ CASES = {
         _real(1),
     ),
     "normalize": (lambda x, w: F.normalize(x) * w, _complex(2, 3, 7, 10), _complex(1)),
+    "dot of its conjugate": (lambda x, w: torch.vdot(w, x[0, 1, 2, :4]), _complex(2, 3, 7, 10), _complex(4)),
+    "pseudo-inverse": (lambda x, w: torch.linalg.pinv(x) * w, _complex(2, 3, 7, 10), _complex(1)),
+    "least squares": (lambda x, w: torch.linalg.lstsq(x, w.expand(2, 3, 7, 2)).solution, _complex(2, 3, 7, 6), _complex(1)),
+    "Kronecker": (lambda x, w: torch.kron(x[0, 0], x[0, 1, :2].conj()) * w, _complex(1, 2, 7, 10), _complex(1)),
     "bytes, nearest": (lambda x, w: F.interpolate(x, scale_factor=2), _bytes(2, 3, 7, 10), _real(1)),
     "bytes, nearest exact": (lambda x, w: F.interpolate(x, (5, 13), mode="nearest-exact"), _bytes(2, 3, 7, 10), _real(1)),
     "bytes, bilinear": (lambda x, w: F.interpolate(x, (5, 13), mode="bilinear"), _bytes(2, 3, 7, 10), _real(1)),
@@ -94,6 +98,21 @@ def _wrong(axes):
             if not same or not torch.allclose(mine, reference, equal_nan=True):
                 wrong.append((name, str(mine.dtype), str(reference.dtype), (mine - reference).abs().max().item()))
     return wrong
+
+
+def _conjugated(axes):
+    layout = make_layout(axes)
+    full = _complex(2, 3, 7, 10).conj()
+    made = layout.shard(full), layout.from_tile(full[layout.tile(full.shape)], full.shape), layout.replicate(full)
+    wrong = [i for i, tensor in enumerate(made) if not torch.allclose(layout.full(tensor * 2), full * 2)]
+    negative = layout.from_tile(full.imag[layout.tile(full.shape)], full.shape)
+    return wrong, torch.allclose(layout.full(negative * 2), full.imag * 2)
+
+
+@pytest.mark.parametrize("axes", [{"w": 1}, {"w": 2}], ids=str)
+def test_what_is_conjugated_or_negative_only_by_its_mark_becomes_so(axes):
+    for found in run_ranks(_conjugated, axes["w"], axes):
+        assert found == ([], True)
 
 
 @pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}], ids=str)

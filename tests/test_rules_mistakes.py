@@ -152,6 +152,7 @@ MISTAKES = [
     lambda x: x.index_add(3, torch.tensor([99]), torch.ones(2, 3, 8, 1)),
     lambda x: torch.zeros(2, 3, 4, 10).index_add(2, torch.tensor([0, 1, 2, 3, 0, 1, 2, 4]), x),
     lambda x: torch.zeros(2, 3, 8, 4).index_add_(3, torch.tensor([-1, *range(4), *range(4), 0]), x),
+    lambda x: torch.zeros(2, 4).scatter_add(1, _one_wrong((2, 240), 4), x.flatten(1)),
     lambda x: torch.zeros(2, 3, 8, 4).scatter_add(3, torch.arange(10).sub(1).clamp(max=3).expand(2, 3, 8, 10), x),
     lambda x: x.flatten().tril(),
     lambda x: torch.linalg.inv(x),

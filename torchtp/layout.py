@@ -174,7 +174,7 @@ class Layout:
     def replicate(self, tensor: torch.Tensor) -> DTensor:
         """A tensor that every rank of the spatial group holds and shall keep whole."""
         self.check(tensor)
-        return DTensor.from_local(tensor, self.spatial_mesh, self._whole, run_check=False)
+        return DTensor.from_local(tensor.resolve_conj().resolve_neg(), self.spatial_mesh, self._whole, run_check=False)
 
     @eagerly
     def full(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ except ImportError:  # pragma: no cover (no such name on some torch: then nothin
 
 
 Op = Any  # an OpOverload
+_excluded = torch._C._SetExcludeDispatchKeyGuard
 
 __all__ = [
     "DTensor",
@@ -50,6 +51,7 @@ __all__ = [
     "make_spec",
     "nested_dims",
     "node_in_backward",
+    "on_plain",
     "passthrough",
     "plain_shard",
     "real_mesh",
@@ -223,6 +225,16 @@ def is_of_lists(op: Op) -> bool:
 def one_by_one(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an op of lists is made of on devices that have no kernel for it."""
     return op._op_dk(_EXPLICIT, *args, **kwargs)
+
+
+def on_plain(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on plain tensors, as outside of a DTensor's dispatch.
+
+    Inside, PyTorch leaves out what carries conjugations out, on which kernels that conjugate (pinv) lean: wrong numbers.
+    """
+    lazy = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+    with _excluded(lazy[0], False), _excluded(lazy[1], False):
+        return op(*args, **kwargs)
 
 
 def passthrough(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -120,6 +120,7 @@ def from_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, made_of: torch.Tensor | None
 ) -> DTensor:
     """As `wrap`, for code above autograd: differentiable. `made_of` is what the part was made of, if that was the same on all ranks."""
+    local = local.resolve_conj().resolve_neg()  # which no op on a DTensor would do any more
     local, stride = _in_one_order(axes_of(mesh), local, placements, shape, [] if made_of is None else [made_of])
     stride = stride or dense_stride(shape, local.stride())
     whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

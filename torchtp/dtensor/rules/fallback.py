@@ -21,11 +21,13 @@ from torchtp.dtensor.upstream import (
     DTensor,
     Op,
     Partial,
+    Placement,
     Replicate,
     StridedShard,
     is_composite,
     is_of_lists,
     local_of,
+    on_plain,
     one_by_one,
     passthrough,
     plain_shard,
@@ -117,7 +119,7 @@ _VIEWS = {getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_vi
 
 def _computed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the op gives of plain tensors: a DTensor's stride may promise a view that they can't give."""
-    return args[0].reshape(args[1]) if op in _VIEWS else op(*args, **kwargs)
+    return args[0].reshape(args[1]) if op in _VIEWS else on_plain(op, args, kwargs)
 
 
 def has_strided_shard(leaf: Any) -> bool:
@@ -225,7 +227,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if gives_others:  # the statistics of an observer are written, and what it quantized is returned
             return _on_replicas(op, args, kwargs, cut.device_mesh)
         local_args, local_kwargs = pytree.tree_map(_local_of_whole, (args, kwargs))
-        op(*local_args, **local_kwargs)  # every rank writes into what all of them hold
+        on_plain(op, local_args, local_kwargs)  # every rank writes into what all of them hold
         return _written(op, args, kwargs)
     if whole and is_composite(op):  # `contiguous` of a view: the local tensor may be a dense copy already
         return taken_apart(op, args, kwargs)
@@ -246,10 +248,12 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _is_whole_or_summands(tensor: DTensor) -> bool:
     """Whether a view of the sum is the sum of the views, so that what is written into it reaches the tensor."""
-    return all(
-        isinstance(p, Replicate) or (type(p) is Partial and p.reduce_op in ("sum", "avg"))
-        for p in spec_of(tensor).placements
-    )
+    return all(isinstance(p, Replicate) or is_of_summands(p) for p in spec_of(tensor).placements)
+
+
+def is_of_summands(placement: Placement) -> bool:
+    """Whether ranks hold what adds up to the whole, or has it as its mean: what is linear may be done to each."""
+    return type(placement) is Partial and placement.reduce_op in ("sum", "avg")
 
 
 def _is_masked(leaf: Any) -> bool:

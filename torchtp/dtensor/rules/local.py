@@ -9,12 +9,12 @@ import torch
 from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.parts import linked
 from torchtp.dtensor.registry import bound, spatial_rule
-from torchtp.dtensor.rules.fallback import unruled
+from torchtp.dtensor.rules.fallback import is_of_summands, unruled
 from torchtp.dtensor.rules.pointwise import common_placements, pointwise
 from torchtp.dtensor.rules.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.spatial import is_spatial
-from torchtp.dtensor.upstream import DTensor, Op, Replicate, local_of, plain_shard
+from torchtp.dtensor.spatial import is_marked, is_spatial
+from torchtp.dtensor.upstream import DTensor, Op, Partial, Replicate, local_of, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
 
 
@@ -60,11 +60,14 @@ def view_as_other(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def conjugate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy, where PyTorch gives a view: local parts that are marked as conjugated are refused by some ops."""
     (tensor,) = args
-    if not taken(tensor):
+    if not is_marked(tensor.device_mesh):
         return unruled(op, args, kwargs)
 
     def take(whole: DTensor) -> DTensor:
-        local, mesh, placements = summed(whole)
+        spec = spec_of(whole)
+        local, mesh, placements = local_of(whole), spec.mesh, spec.placements
+        if any(isinstance(p, Partial) and not is_of_summands(p) for p in placements):
+            local, mesh, placements = summed(whole)
         return wrap(local.conj_physical(), mesh, placements, whole.shape, whole.stride())
 
     def put(part: DTensor, whole: DTensor) -> None:

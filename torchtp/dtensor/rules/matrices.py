@@ -17,7 +17,7 @@ from torchtp.dtensor.registry import bound, spatial_rule, words
 from torchtp.dtensor.rules.fallback import has_strided_shard, unruled
 from torchtp.dtensor.rules.shape import axis_cutting, summed, taken
 from torchtp.dtensor.sharing import local_as
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, local_of, plain_shard
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, local_of, on_plain, plain_shard
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ def each_matrix(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map_only(
         torch.Tensor,
         lambda part: wrap(part, mesh, placements, torch.Size([*batch, *part.shape[len(batch) :]])),
-        on_all_parts(op, local_of(lead), lambda: op(*parts, **named), mesh, placements),
+        on_all_parts(op, local_of(lead), lambda: on_plain(op, parts, named), mesh, placements),
     )
 
 
@@ -60,7 +60,7 @@ def determinant(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         notice.gathering(op, tensor.shape, tensor.dtype)
     part = local_as(tensor, tensor.device_mesh, whole)
     batch = tensor.shape[:-2]
-    results = op(part.contiguous() if tensor.is_contiguous() else part.mT.contiguous().mT)
+    results = on_plain(op, (part.contiguous() if tensor.is_contiguous() else part.mT.contiguous().mT,), {})
     given = [wrap(each, tensor.device_mesh, whole, torch.Size([*batch, *each.shape[len(batch) :]])) for each in results]
     return tuple(recut_tensor(each, placements) if each.dim() == tensor.dim() else each for each in given)
 

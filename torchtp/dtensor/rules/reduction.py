@@ -14,7 +14,7 @@ from torchtp.dtensor.nesting import takes_nested
 from torchtp.dtensor.registry import bound, named_arguments, rule, spatial_rule
 from torchtp.dtensor.rules.fallback import unruled
 from torchtp.dtensor.rules.shape import is_hardly_reduced, taken
-from torchtp.dtensor.sharing import local_as
+from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.upstream import (
     DTensor,
     Op,
@@ -117,7 +117,11 @@ def dot(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, other = bound(op, args, kwargs)
     if not (taken(first) or taken(other)) or first.shape != other.shape or first.dim() != 1:
         return unruled(op, args, kwargs)
-    return ((first.conj() if "vdot" in op.name() else first) * other).sum().to(first.dtype)
+    if "vdot" in op.name():
+        if not isinstance(first, DTensor):
+            hand_out(first)
+        first = aten.conj_physical(first)
+    return (first * other).sum().to(first.dtype)
 
 
 @spatial_rule("nansum")
