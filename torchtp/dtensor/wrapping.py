@@ -163,7 +163,7 @@ def _in_one_order(
     """The part, and strides of the whole that are the same on all ranks; None where each tells them by its own.
 
     Where some have too few rows for that they are in the order that one device would give them, or of the first tensor
-    that it was made of. What was made of such tensors may lie in another order on each rank: it is brought to this one.
+    that it was made of. Such parts, and what is made of them, may lie in another order on each rank: they are brought to this one.
     """
     tells = tells_order(axes, placements, shape)
     specs = [spec_of(tensor) for tensor in made_of if isinstance(tensor, DTensor)]
@@ -173,8 +173,6 @@ def _in_one_order(
     if like is None and made_of and made_of[0].dim() == len(shape):
         like = made_of[0].stride()
     stride = dense_stride(shape, like)
-    if not tells:
-        return local, stride
     local = in_order(local, stride)
     return _with_strides(local, dense_stride(local.shape, stride)), stride
 
