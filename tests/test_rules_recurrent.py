@@ -138,3 +138,42 @@ def test_what_is_gathered_is_told_beforehand():
     told = torchtp.explain(Reader(), (1, 1, 8, 12), {"w": 2})
     assert [(gather.op, gather.shape, gather.times) for gather in told.gathers] == [("aten.lstm.input", (12, 1, 6), 1)]
     assert not torchtp.explain(Reader(), (2, 1, 8, 12), {"w": 2}).gathers
+
+
+class PackedReader(torch.nn.Module):
+    """The same of images of several widths: sequences that end when theirs does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.features = torch.nn.Conv2d(1, 6, 3, padding=1)
+        self.rnn = kind(6, 5, 2, bidirectional=True, batch_first=True)
+
+    def forward(self, x, widths):
+        y = self.features(x).relu().mean(2).transpose(1, 2)
+        packed = torch.nn.utils.rnn.pack_padded_sequence(y, widths, batch_first=True, enforce_sorted=False)
+        y, _ = torch.nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return y.sin()
+
+
+def read(network, images, widths):
+    images = images.clone().requires_grad_()
+    output = network(images, widths)
+    output.square().sum().backward()
+    return [output.detach(), images.grad, *(parameter.grad for parameter in network.parameters())]
+
+
+def run_packed(kind, axes):
+    torch.manual_seed(0)
+    network, images = PackedReader(kind).double(), torch.randn(3, 1, 8, 13, dtype=torch.float64)
+    widths = torch.tensor([7, 12, 9])
+    expected = read(network, images, widths)
+    network.zero_grad()
+    got = read(torchtp.parallelize(network, make_layout(axes), output="full"), images, widths)
+    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("axes", [{"w": 2}, {"h": 2, "w": 2}], ids=str)
+@pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
+def test_packed_sequences(kind, axes):
+    assert all(run_ranks(run_packed, 2 * len(axes), kind, axes))

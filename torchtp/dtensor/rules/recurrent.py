@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from torchtp.dtensor import notice
-from torchtp.dtensor.cut import Placements, axes_of, sums_done
+from torchtp.dtensor.cut import Placements, axes_of, full_of, sums_done
 from torchtp.dtensor.moving import Recut
 from torchtp.dtensor.nesting import takes_nested
-from torchtp.dtensor.registry import bound, composite_rule
-from torchtp.dtensor.rules.fallback import has_strided_shard
+from torchtp.dtensor.registry import bound, composite_rule, spatial_rule
+from torchtp.dtensor.rules.fallback import has_strided_shard, unruled
 from torchtp.dtensor.sharing import hand_out, local_as
 from torchtp.dtensor.spatial import is_spatial
 from torchtp.dtensor.upstream import (
@@ -142,3 +142,19 @@ def _recurrent(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 for _name in ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"):
     composite_rule(_name)(takes_nested(_recurrent))
+
+
+@spatial_rule("_pack_padded_sequence")
+def _packed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How many sequences go on at each step is the same on all ranks, and plain: it is read where it lies in memory."""
+    data, num_going_on = unruled(op, args, kwargs)
+    return data, full_of(num_going_on)
+
+
+def _of_packed(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    data, num_going_on, *others = args  # beside what is cut that became a DTensor again
+    return taken_apart(op, (data, full_of(num_going_on), *others), kwargs)
+
+
+for _name in ("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data", "_pad_packed_sequence"):
+    composite_rule(_name)(_of_packed)
