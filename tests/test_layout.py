@@ -105,6 +105,16 @@ def test_all_ranks_give_one_order_to_what_is_made_of_a_tensor_that_one_has_nothi
     assert run_ranks(_order_of_what_is_made, 3, made) == [(72, 1, 18, 3)] * 3
 
 
+def _written_into_a_part():
+    full = torch.zeros(1, 2, 1, 4)
+    Layout(_mesh(h=2), {"h": -2}).shard(full).add_(1)
+    return full.sum().item()
+
+
+def test_what_is_written_into_a_part_is_not_in_the_image_that_it_was_cut_from():
+    assert run_ranks(_written_into_a_part, 2) == [0, 0]
+
+
 def _gradient_groups():
     whole = Layout(_mesh(data=2, w=2), {"w": -1}, "data")
     part = Layout(_mesh(data=2, w=2)["w"], {"w": -1})

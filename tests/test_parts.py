@@ -304,3 +304,20 @@ def look_on_one_rank():
 @pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
 def test_what_one_rank_alone_looks_at_parts_no_ranks():
     assert run_ranks(look_on_one_rank, 2, backend="torchtp") == [True, True]
+
+
+def shift():
+    layout = make_layout({"w": 2})
+    y = layout.shard(torch.arange(32).view(1, 1, 4, 8))
+    part = y[..., 1:6]
+    torchtp.stats(reset=True)
+    torch.ops.aten.__lshift__.Scalar(y, 1)
+    calls = sum(call.count for group in torchtp.stats().groups for call in group.calls)
+    torch.ops.aten.__ilshift__.Scalar(y, 1)
+    return calls, layout.full(part).flatten().tolist() == [
+        2 * (8 * row + column) for row in range(4) for column in range(1, 6)
+    ]
+
+
+def test_a_shift_writes_only_in_place():
+    assert run_ranks(shift, 2, backend="torchtp") == [(0, True)] * 2

@@ -29,6 +29,10 @@ def _with_infinity(value):
     return image
 
 
+def _whole(x):
+    return (x[0, 0].detach() * 2**30).long()
+
+
 def _counts(x):
     picked = x[0, 0, 0, :4]
     return torch.bincount(picked.long() % 3, weights=picked.float())
@@ -52,6 +56,12 @@ CASES = {
     "pseudo-inverse": (lambda x, w: torch.linalg.pinv(x) * w, _complex(2, 3, 7, 10), _complex(1)),
     "least squares": (lambda x, w: torch.linalg.lstsq(x, w.expand(2, 3, 7, 2)).solution, _complex(2, 3, 7, 6), _complex(1)),
     "Kronecker": (lambda x, w: torch.kron(x[0, 0], x[0, 1, :2].conj()) * w, _complex(1, 2, 7, 10), _complex(1)),
+    "from frequencies": (lambda x, w: torch.istft(x[0], 6, 1) * w, _complex(1, 1, 4, 3), _complex(1)),
+    "product of whole numbers": (
+        lambda x, w: torch.addmm(_whole(x), _whole(x), torch.arange(100).view(10, 10), beta=1.0, alpha=3.0),
+        _real(1, 1, 7, 10),
+        _real(1),
+    ),
     "bytes, nearest": (lambda x, w: F.interpolate(x, scale_factor=2), _bytes(2, 3, 7, 10), _real(1)),
     "bytes, nearest exact": (lambda x, w: F.interpolate(x, (5, 13), mode="nearest-exact"), _bytes(2, 3, 7, 10), _real(1)),
     "bytes, bilinear": (lambda x, w: F.interpolate(x, (5, 13), mode="bilinear"), _bytes(2, 3, 7, 10), _real(1)),

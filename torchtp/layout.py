@@ -137,8 +137,9 @@ class Layout:
         if full.requires_grad and torch.is_grad_enabled():
             return Cut.apply(full, self.spatial_mesh, placements)
         local = full.detach()[self.tile(full.shape)]
-        if local.shape != full.shape:
-            # Memory of its own: a view would keep the whole image alive, and every pull would make it dense anew.
+        if self.num_shards > 1:
+            # Memory of its own, also on a rank that holds all of it: a view would keep the whole image alive, every pull
+            # would make it dense anew, and what is written into it would reach the image on one rank and not on the others.
             local = local.clone(memory_format=dense_format(full))
         return from_part(local, self.spatial_mesh, placements, full.shape, full)
 

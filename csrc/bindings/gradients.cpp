@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "gradients/added_up.h"
 #include "gradients/captured.h"
 #include "gradients/hooked.h"
 #include "gradients/reducer.h"
@@ -170,6 +171,7 @@ void bind_gradients(pybind11::module_& m) {
            py::arg("is_cut_backward"))
       .def("begin", &CapturedGradients::begin, no_gil);
   m.def("is_hooked", &gradients::is_hooked, py::arg("tensor"), py::arg("most_nodes"));
+  m.def("is_for_subclass", &gradients::is_for_subclass, py::arg("gradient"));
 }
 
 }  // namespace torchtp::bindings

@@ -136,7 +136,8 @@ def install(name: str, handler: Handler) -> None:
             _tell_written(op, args, kwargs or {})
         return result
 
-    in_place = name.split("::")[1].split(".")[0].endswith("_")
+    packet = name.split("::")[1].split(".")[0]
+    in_place = packet.startswith("__i") if packet.endswith("__") else packet.endswith("_")
     torch.library.register_torch_dispatch(name, DTensor, dispatch_in_place if in_place else dispatch, lib=library)
 
 

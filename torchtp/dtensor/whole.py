@@ -66,13 +66,21 @@ class Whole(Function):
         return Contributed.apply(grad, ctx.mesh)
 
 
-class Contributed(Function):
+def contributed(grad: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """The mean over the ranks of a mesh of what each of them has, still to be summed."""
+    placements = (Partial(),) * mesh.ndim
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    return wrap(grad / num_shards(mesh, placements), mesh, placements, grad.shape)
+
+
+class Contributed(Function):
+    """The same, differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, mesh: Any) -> DTensor:
-        ctx.mesh, placements = mesh, (Partial(),) * mesh.ndim
-        return wrap(grad / num_shards(mesh, placements), mesh, placements, grad.shape)
+    def forward(ctx: Any, grad: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        ctx.mesh = mesh
+        return contributed(grad, mesh)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor, None]:
@@ -81,6 +89,8 @@ class Contributed(Function):
 
 def whole_gradient(grad: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The gradient, plain and whole, of what the ranks of a mesh hand out, or of what is still to be summed; differentiable."""
+    if grad.layout is not torch.strided:
+        return whole_gradient(grad.to_dense(), mesh).to_sparse(layout=grad.layout)
     return Gather.apply(grad) if isinstance(grad, DTensor) else Whole.apply(Contributed.apply(grad, mesh))
 
 
@@ -100,7 +110,7 @@ class Given(Function):
         return whole_gradient(grad, ctx.mesh), None
 
 
-_HANDS_IN = "_torchtp_hands_in"
+_HANDS_IN, _TAKES_PLAIN = "_torchtp_hands_in", "_torchtp_takes_plain"
 
 
 def hand_in(tensor: DTensor) -> None:
@@ -111,12 +121,23 @@ def hand_in(tensor: DTensor) -> None:
     """
     if not torch.is_grad_enabled() and not (tensor.requires_grad and _is_in_function()):
         return
-    mesh = tensor.device_mesh
-    axes_of(mesh).writes_into_plain = True
-    if tensor.requires_grad and is_first(tensor, _HANDS_IN):
+    axes_of(tensor.device_mesh).writes_into_plain = True
+    if tensor.requires_grad:
         node: Any = get_gradient_edge(tensor).node
         node.metadata[_HANDS_IN] = True
-        tensor.register_hook(lambda grad: grad if isinstance(grad, DTensor) else Contributed.apply(grad, mesh))
+    take_plain_gradient(tensor)
+
+
+def take_plain_gradient(tensor: DTensor) -> None:
+    """Have what comes back plain for a DTensor be taken for what ranks contribute: its gradient is the mean of it."""
+    mesh = tensor.device_mesh
+
+    def take(grad: torch.Tensor) -> torch.Tensor:
+        is_taken = isinstance(grad, DTensor) or grad.layout is not torch.strided  # which hooks have to leave sparse
+        return grad if is_taken else Contributed.apply(grad, mesh)
+
+    if tensor.requires_grad and is_first(tensor, _TAKES_PLAIN):
+        tensor.register_hook(take)
 
 
 def was_handed_in(node: Any) -> bool:

@@ -288,7 +288,7 @@ def alias(name: str) -> property:
 
 
 def _lazy(value: Any) -> Any:
-    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.layout is not torch.strided:
         return value
     made = value.as_subclass(Lazy)
     made.__dict__[_ORIGIN] = value

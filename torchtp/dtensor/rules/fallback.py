@@ -34,6 +34,7 @@ from torchtp.dtensor.upstream import (
     spec_of,
     taken_apart,
 )
+from torchtp.dtensor.whole import take_plain_gradient
 from torchtp.dtensor.wrapping import in_order, wrap
 
 # What upstream does right and without communication when a tensor is cut; everything that is not here, has no rule and
@@ -66,6 +67,9 @@ def fallback(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             notice.gathering(op, leaf.shape, leaf.dtype)
     full_args, full_kwargs = pytree.tree_map(_writable if op._schema.is_mutable else _full, (args, kwargs))
     results = _computed(op, full_args, full_kwargs)
+    if torch.is_grad_enabled() and any(map(_is_sparse, pytree.tree_leaves(results))):
+        for leaf in filter(is_spatial, leaves):
+            take_plain_gradient(leaf)
     if op._schema.is_mutable:
         _write_back(op, args, kwargs, full_args, full_kwargs)
         if _gives_what_it_wrote(op):
@@ -145,8 +149,13 @@ def is_short_list(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() <= 2 and leaf.numel() * leaf.element_size() <= _SHORT
 
 
+def _is_sparse(leaf: Any) -> bool:
+    """Whether it stays plain, and whole on every rank."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided
+
+
 def _cut_again(leaf: Any, like: DTensor, mesh: DeviceMesh, placements: Placements, stride: Any = None) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:  # sparse: whole on every rank
+    if not isinstance(leaf, torch.Tensor) or _is_sparse(leaf):
         return leaf
     kept = tuple(
         placement

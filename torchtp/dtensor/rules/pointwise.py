@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchtp._C import is_for_subclass
 from torchtp.dtensor import notice
 from torchtp.dtensor.agreed import on_all_parts, true_on_all
 from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of
@@ -35,6 +36,7 @@ from torchtp.dtensor.upstream import (
     plain_shard,
     spec_of,
 )
+from torchtp.dtensor.whole import contributed
 from torchtp.dtensor.wrapping import wrap
 
 aten = torch.ops.aten
@@ -361,5 +363,7 @@ def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     nothing, made = true_on_all([is_zero, axes_of(mesh).writes_into_plain], mesh, whole.device)
     if nothing and (not made or _is_cut(cut)):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
+    if is_for_subclass(cut):  # to a DTensor people's own functions and hooks have given a plain one
+        return op(contributed(whole, mesh), cut)
     plain = full_of(cut) if made else share_of(cut)
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)

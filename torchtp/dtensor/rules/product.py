@@ -145,8 +145,11 @@ def product_and_sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = aten.bmm(a, b) if a.dim() == 3 else aten.mm(a, b)
     if torch.broadcast_shapes(summand.shape, result.shape) != result.shape:
         raise RuntimeError(f"{op}: a summand of {list(summand.shape)} is larger than the product, {list(result.shape)}")
-    result = result if named["alpha"] == 1 else aten.mul(result, named["alpha"])
-    return result if named["beta"] == 0 else aten.add(result, summand, alpha=named["beta"])
+    alpha, beta = named["alpha"], named["beta"]
+    if not (result.is_floating_point() or result.is_complex()):
+        alpha, beta = int(alpha), int(beta)  # as one device takes them
+    result = result if alpha == 1 else aten.mul(result, alpha)
+    return result if beta == 0 else aten.add(result, summand, alpha=beta)
 
 
 @composite_rule("matmul")

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace torchtp::gradients {
+
+// While autograd's engine adds `gradient` to what has come before for the same tensor: whether that tensor is of a
+// subclass with a dispatch of its own, a DTensor say. False where the node that gave it gives others of that shape to
+// tensors of the other kind, too: the engine does not tell for which it adds.
+bool is_for_subclass(const at::Tensor& gradient);
+
+}  // namespace torchtp::gradients
