@@ -42,12 +42,12 @@ LEFT_OUT_TWICE = {
 }
 
 
-def database() -> list[Any]:
-    """All operators in double precision that are compared."""
+def database(dtype: torch.dtype) -> list[Any]:
+    """All operators of numbers of that dtype that are compared."""
     do_without_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
-    return [op for op in op_db if torch.float64 in op.dtypes and name_of(op) not in LEFT_OUT]
+    return [op for op in op_db if dtype in op.dtypes and name_of(op) not in LEFT_OUT]
 
 
 def name_of(op: Any) -> str:
@@ -146,7 +146,10 @@ def _difference(mine: Tensor | None, reference: Tensor | None) -> str:
     mine, reference = _whole(mine.detach()), _whole(reference.detach())
     if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
         return f"{mine.dtype} {tuple(mine.shape)}, not {reference.dtype} {tuple(reference.shape)}"
-    return "" if torch.allclose(mine, reference, 1e-7, 1e-9, equal_nan=True) else f"{mine} instead of {reference}"
+    near = (
+        (1e-5, 1e-6) if mine.dtype in (torch.float32, torch.complex64) else (1e-7, 1e-9)
+    )  # the former of whole numbers
+    return "" if torch.allclose(mine, reference, *near, equal_nan=True) else f"{mine} instead of {reference}"
 
 
 def _compare(
@@ -202,12 +205,13 @@ def _can_be_cut(sample: Any, layout: torchtp.Layout) -> bool:
     return first is not None and first.dim() >= -min(layout.spatial.values()) and first.layout is torch.strided
 
 
-def _samples(op: Any, most: int, layout: torchtp.Layout) -> list[Any]:
+def _samples(op: Any, most: int, layout: torchtp.Layout, dtype: torch.dtype) -> list[Any]:
     """At most `most` of those that can be cut, from all over their list."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
+    takes_gradient = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     # past op.sample_inputs, which looks up its caller's source, and seeds all devices anew for each sample
-    samples = list(op.sample_inputs_func(op, "cpu", torch.float64, op.supports_autograd))
+    samples = list(op.sample_inputs_func(op, "cpu", dtype, takes_gradient))
     for number, sample in enumerate(samples if op.name == "meshgrid" else ()):
         sample.kwargs["indexing"] = ("xy", "ij")[number % 2]  # comes out of a set, in another order on each rank
     samples = [sample for sample in samples if _can_be_cut(sample, layout)]
@@ -216,15 +220,19 @@ def _samples(op: Any, most: int, layout: torchtp.Layout) -> list[Any]:
     return [samples[(2 * number + 1) * len(samples) // (2 * most)] for number in range(most)]
 
 
-def compare(axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False) -> dict[str, tuple[str, int]]:
+def compare(
+    axes: dict[str, int], most: int, part: tuple[int, int], twice: bool = False, dtype: torch.dtype = torch.float64
+) -> dict[str, tuple[str, int]]:
     """On every rank: at most `most` samples of each operator of the part; of each case that one device takes, what differs and a digest of the steps."""
     layout = make_layout(axes)
     found: dict[str, tuple[str, int]] = {}
-    operators = [op for op in database() if not twice or (op.supports_gradgrad and name_of(op) not in LEFT_OUT_TWICE)]
+    operators = [
+        op for op in database(dtype) if not twice or (op.supports_gradgrad and name_of(op) not in LEFT_OUT_TWICE)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for op in operators[part[0] :: part[1]]:
-            for number, sample in enumerate(_samples(op, most, layout)):
+            for number, sample in enumerate(_samples(op, most, layout, dtype)):
                 for way, function, all_cut, in_place in _ways(op, twice):
                     try:
                         compared = _compare(function, sample, layout, all_cut, in_place, twice)
