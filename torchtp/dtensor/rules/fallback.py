@@ -245,8 +245,10 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op.is_view and op is not _OF_BITS and args[0] is cut and _is_whole_or_summands(cut):
         return _on_replicas(op, args, kwargs, cut.device_mesh, spec_of(cut).placements)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
-    # Of gather upstream marks what was picked by a mask, of which it takes but one axis; what data pick has no shape it knows.
-    if op is not torch.ops.aten.gather.default and torch.Tag.dynamic_output_shape not in op.tags:
+    # Of gather upstream marks what was picked by a mask, of which it takes but one axis; what data pick has no shape it knows;
+    # of a sum it does not know whether it is close.
+    left = {torch.ops.aten.gather.default, torch.ops.aten.allclose.default}
+    if op not in left and torch.Tag.dynamic_output_shape not in op.tags:
         with contextlib.suppress(NotImplementedError):  # upstream does not know the op
             results = passthrough(op, args, kwargs)
             if not any(map(_is_masked, pytree.tree_leaves(results))):
