@@ -79,6 +79,12 @@ def test_random_networks(make, axes):
     assert_alike(make, axes, range(60), 120)
 
 
+@pytest.mark.parametrize("axes", [{"h": 6}, {"h": 2, "w": 4}], ids=str)
+def test_random_networks_on_many_ranks(axes):
+    """Some of which hold nothing of some activations; the last two once parted on these meshes."""
+    assert_alike(random_network, axes, [*range(20), 91000, 95011], 120)
+
+
 def test_strides_of_one_channel_on_a_rank_with_one_row():
     """They say nothing, and a convolution chooses by them how its result lies."""
     assert_alike(random_network, {"h": 3}, [1952], 60)

@@ -209,7 +209,8 @@ def tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
 def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`, by default in theirs.
 
-    Those of dims of one row, which say nothing and differ from rank to rank in `like`, are what a contiguous tensor has.
+    Those of dims of one row, which say nothing and differ from rank to rank in `like`, step over all that the dims behind it
+    hold, as in a contiguous tensor: kernels for matrices go from one to the next by the stride in front of them.
     """
     stride = [1] * len(shape)
     step = 1
@@ -220,7 +221,8 @@ def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tupl
     for dim in range(len(shape) - 2, -1, -1):
         if shape[dim] == 1:
             outermost = all(size == 1 for size in shape[:dim])
-            stride[dim] = step if outermost else stride[dim + 1] * max(1, shape[dim + 1])
+            behind = (stride[inner] * max(1, shape[inner]) for inner in range(dim + 1, len(shape)))
+            stride[dim] = step if outermost else max(behind)
     return tuple(stride)
 
 

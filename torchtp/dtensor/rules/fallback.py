@@ -117,6 +117,8 @@ def view_links(op: Op, others: tuple[Any, ...], kwargs: dict[str, Any], index: i
     return take, put
 
 
+# Upstream does not ask the sum whether it is close, and marks what gather picked by a mask, of which it takes but one axis.
+_NOT_OF_SUMS = {torch.ops.aten.allclose.default, torch.ops.aten.gather.default}
 _OF_BITS = torch.ops.aten.view.dtype  # no view of a sum is the sum of such views
 _VIEWS = {getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "_reshape_alias")}
 
@@ -245,10 +247,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op.is_view and op is not _OF_BITS and args[0] is cut and _is_whole_or_summands(cut):
         return _on_replicas(op, args, kwargs, cut.device_mesh, spec_of(cut).placements)
     args, kwargs = pytree.tree_map(lambda leaf: _replicated(leaf, cut.device_mesh), (args, kwargs))
-    # Of gather upstream marks what was picked by a mask, of which it takes but one axis; what data pick has no shape it knows;
-    # of a sum it does not know whether it is close.
-    left = {torch.ops.aten.gather.default, torch.ops.aten.allclose.default}
-    if op not in left and torch.Tag.dynamic_output_shape not in op.tags:
+    if op not in _NOT_OF_SUMS and torch.Tag.dynamic_output_shape not in op.tags:  # what data pick has no shape it knows
         with contextlib.suppress(NotImplementedError):  # upstream does not know the op
             results = passthrough(op, args, kwargs)
             if not any(map(_is_masked, pytree.tree_leaves(results))):

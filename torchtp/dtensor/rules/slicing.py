@@ -275,9 +275,8 @@ def windows_backward(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     last, dim = grad.dim() - 1, dim % len(sizes)
     if axis_cutting(placements, last) is not None:  # windows that became the rows of a sequence
         turn = Turn(mesh, placements, grad.shape, {last})
-        if not turn.possible or nested_dims(
-            turn.turned
-        ):  # the windows are cut already, and no other dim is left to cut
+        is_cut_twice = bool(nested_dims(turn.turned))  # the windows were cut already, and no other dim was long enough
+        if not turn.possible or is_cut_twice:
             return unruled(op, args, kwargs)
         local, placements = turn.there(local, grad.shape)[0], turn.turned
     axis, count = axis_cutting(placements, dim), local.size(dim)
