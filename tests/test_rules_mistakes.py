@@ -226,7 +226,7 @@ def refused(mesh, dims, numbers):
             try:
                 MISTAKES[number](x)
                 kinds.append(None)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:  # the last of torch 2.15
                 kinds.append(type(error))
         told.append([kind is not None for kind in kinds])
     return told
