@@ -139,21 +139,26 @@ def _step(module: nn.Module, given: list[Tensor], post: Callable[[Any], Any], tw
     return outputs
 
 
-def _difference(mine: Tensor | None, reference: Tensor | None) -> str:
+def _difference(mine: Tensor | None, reference: Tensor | None, of_whole_numbers: bool = False) -> str:
     if mine is None or reference is None:
         there = reference if mine is None else mine
         return "" if there is None or not (there.abs() > 1e-9).any() else "there on one side only"
     mine, reference = _whole(mine.detach()), _whole(reference.detach())
     if (mine.shape, mine.dtype) != (reference.shape, reference.dtype):
         return f"{mine.dtype} {tuple(mine.shape)}, not {reference.dtype} {tuple(reference.shape)}"
-    near = (
-        (1e-5, 1e-6) if mine.dtype in (torch.float32, torch.complex64) else (1e-7, 1e-9)
-    )  # the former of whole numbers
+    is_rounded = of_whole_numbers and mine.dtype in (torch.float32, torch.complex64)  # what PyTorch makes of them
+    near = (1e-5, 1e-6) if is_rounded else (1e-7, 1e-9)
     return "" if torch.allclose(mine, reference, *near, equal_nan=True) else f"{mine} instead of {reference}"
 
 
 def _compare(
-    function: Callable[..., Any], sample: Any, layout: torchtp.Layout, all_cut: bool, in_place: bool, twice: bool
+    function: Callable[..., Any],
+    sample: Any,
+    layout: torchtp.Layout,
+    all_cut: bool,
+    in_place: bool,
+    twice: bool,
+    of_whole_numbers: bool,
 ) -> tuple[str, list[str]] | None:
     """What differs, and the steps taken; None where one device refuses the sample, in place or anyway."""
     leaves, structure = _flat(sample)
@@ -183,7 +188,8 @@ def _compare(
         of_grads = [_difference(a.grad, b.grad) for a, b in (pairs[: len(mine)] if twice else pairs)]
     if len(outputs) != len(expected):
         return f"{len(outputs)} outputs, not {len(expected)}", steps.taken
-    found = [f"output: {text}" for text in map(_difference, outputs, expected) if text]
+    of_outputs = [_difference(a, b, of_whole_numbers) for a, b in zip(outputs, expected, strict=True)]
+    found = [f"output: {text}" for text in of_outputs if text]
     return "; ".join(found + [f"gradient: {text}" for text in of_grads if text]), steps.taken
 
 
@@ -205,11 +211,15 @@ def _can_be_cut(sample: Any, layout: torchtp.Layout) -> bool:
     return first is not None and first.dim() >= -min(layout.spatial.values()) and first.layout is torch.strided
 
 
+def _takes_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def _samples(op: Any, most: int, layout: torchtp.Layout, dtype: torch.dtype) -> list[Any]:
     """At most `most` of those that can be cut, from all over their list."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
-    takes_gradient = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    takes_gradient = op.supports_autograd and _takes_gradients(dtype)
     # past op.sample_inputs, which looks up its caller's source, and seeds all devices anew for each sample
     samples = list(op.sample_inputs_func(op, "cpu", dtype, takes_gradient))
     for number, sample in enumerate(samples if op.name == "meshgrid" else ()):
@@ -235,7 +245,9 @@ def compare(
             for number, sample in enumerate(_samples(op, most, layout, dtype)):
                 for way, function, all_cut, in_place in _ways(op, twice):
                     try:
-                        compared = _compare(function, sample, layout, all_cut, in_place, twice)
+                        compared = _compare(
+                            function, sample, layout, all_cut, in_place, twice, not _takes_gradients(dtype)
+                        )
                     except dist.DistBackendError:  # one rank alone failed: nothing more can be compared
                         raise
                     except Exception as error:

@@ -69,10 +69,6 @@ def similar_places(y, w):
     return torch.sparse.mm(weights, places).T.reshape(1, *y.shape[1:]) + y
 
 
-def number_times(y, sparse):
-    return sparse.coalesce().values().square().sum() * y
-
-
 # Of a cut activation and a filter.
 CASES = {
     "numpy": lambda y, w: Tanh.apply(y) + y,
@@ -84,7 +80,7 @@ CASES = {
     "halved by a module": halved_by_a_module,
     "there and back": lambda y, w: y.to_sparse().to_dense() + y,
     "sparse sum": lambda y, w: torch.sparse.sum(y.relu().to_sparse(), (2, 3)).to_dense()[:, :, None, None] * y,
-    "sparse values": lambda y, w: number_times(y, y.relu().to_sparse()),
+    "sparse values": lambda y, w: y.relu().to_sparse().coalesce().values().square().sum() * y,
     "sparse mask": lambda y, w: y.sparse_mask((y.detach() > 0).double().to_sparse()).to_dense() + y,
     "sparse attention": similar_places,
     "sparse filter": lambda y, w: F.conv2d(y, (w * (w.abs() > 0.1)).to_sparse().to_dense(), padding=1),
@@ -110,11 +106,10 @@ def step(network, image):
 
 
 def wrong_gradients(axes):
-    torch.set_default_dtype(torch.float64)
     layout, wrong = make_layout(axes), []
     for case in CASES:
         torch.manual_seed(0)
-        single, image = Network(case), torch.randn(2, 3, 8, 9)
+        single, image = Network(case).double(), torch.randn(2, 3, 8, 9).double()
         expected = step(single, image)
         got = step(torchtp.parallelize(copy.deepcopy(single), layout, output="full"), image)
         wrong += [
@@ -122,7 +117,6 @@ def wrong_gradients(axes):
             for number, (a, b) in enumerate(zip(got, expected, strict=True))
             if not torch.allclose(a, b, rtol=1e-9, atol=1e-12)
         ]
-    torch.set_default_dtype(torch.float32)
     return wrong
 
 

@@ -29,7 +29,7 @@ except ImportError:  # pragma: no cover (no such name on some torch: then nothin
 
 
 Op = Any  # an OpOverload
-_excluded = torch._C._SetExcludeDispatchKeyGuard
+_Key, _excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
 
 __all__ = [
     "DTensor",
@@ -232,8 +232,7 @@ def on_plain(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Inside, PyTorch leaves out what carries conjugations out, on which kernels that conjugate (pinv) lean: wrong numbers.
     """
-    lazy = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
-    with _excluded(lazy[0], False), _excluded(lazy[1], False):
+    with _excluded(_Key.Conjugate, False), _excluded(_Key.Negative, False):
         return op(*args, **kwargs)
 
 

@@ -122,7 +122,7 @@ def hand_in(tensor: DTensor) -> None:
     if not torch.is_grad_enabled() and not (tensor.requires_grad and _is_in_function()):
         return
     axes_of(tensor.device_mesh).writes_into_plain = True
-    if tensor.requires_grad:
+    if tensor.requires_grad and is_first(tensor, _HANDS_IN):
         node: Any = get_gradient_edge(tensor).node
         node.metadata[_HANDS_IN] = True
     take_plain_gradient(tensor)

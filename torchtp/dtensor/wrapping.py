@@ -166,8 +166,7 @@ def _in_one_order(
     that it was made of. Such parts, and what is made of them, may lie in another order on each rank: they are brought to this one.
     """
     tells = tells_order(axes, placements, shape)
-    specs = [spec_of(tensor) for tensor in made_of if isinstance(tensor, DTensor)]
-    if tells and all(tells_order(axes_of(spec.mesh), spec.placements, spec.shape) for spec in specs):
+    if tells and all(_tells_order_of(tensor) for tensor in made_of if isinstance(tensor, DTensor)):
         return local, None
     like = called.stride_of_one_device(shape)
     if like is None and made_of and made_of[0].dim() == len(shape):
@@ -206,6 +205,11 @@ def tells_order(axes: Axes, placements: Placements, shape: torch.Size) -> bool:
     return tells
 
 
+def _tells_order_of(tensor: DTensor) -> bool:
+    spec = spec_of(tensor)
+    return tells_order(axes_of(spec.mesh), spec.placements, spec.shape)
+
+
 def dense_stride(shape: torch.Size, like: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Strides of a dense tensor of `shape` whose dims lie in memory in the order of strides `like`, by default in theirs.
 
@@ -233,8 +237,8 @@ def _first_few_rows(axes: Axes, placements: Placements, shape: torch.Size) -> bo
     """
     known = axes.few_rows
     tells_order(axes, placements, shape)
-    for spec in map(spec_of, called.tensors()):
-        tells_order(axes_of(spec.mesh), spec.placements, spec.shape)
+    for tensor in called.tensors():
+        _tells_order_of(tensor)
     return axes.few_rows and not known
 
 

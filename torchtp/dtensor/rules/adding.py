@@ -80,8 +80,7 @@ def scattered_up(table: Any, dim: int, index: Any, source: Any, in_place: bool) 
     if not axes or any(plain_shard(p) and p.dim != dim and source.size(p.dim) != table.size(p.dim) for p in placements):
         return None
     numbers = local_as(index, mesh, placements)
-    cut = [axis for axis, placement in enumerate(placements) if plain_shard(placement)]
-    _check_within(numbers, 0, table.size(dim), dim, mesh, cut)
+    _check_within(numbers, 0, table.size(dim), dim, mesh, axes_cutting(placements))
     kept = tuple(Replicate() if axis in axes or not plain_shard(p) else p for axis, p in enumerate(placements))
     own = local_as(table, mesh, kept)
     sums = own.new_zeros(own.shape, dtype=wide(local.dtype))
