@@ -50,6 +50,32 @@ class TwiceByNumpyInBackward(torch.autograd.Function):
         return torch.from_numpy(grad.numpy() * 2)
 
 
+class ProductByNumpy(torch.autograd.Function):
+    """By numpy, of a cut tensor and a plain one of its shape."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.values = x.detach().numpy(), factor.detach().numpy()
+        return torch.from_numpy(ctx.values[0] * ctx.values[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, factor = ctx.values
+        return grad * torch.from_numpy(factor), grad * torch.from_numpy(x)
+
+
+def plain_like(y, w):
+    return torch.arange(float(y.numel()), dtype=torch.float64).view(y.shape) / 100 * w.sum()
+
+
+def beside_plain(then):
+    def forward(y, w):
+        plain = plain_like(y, w)
+        return then(ProductByNumpy.apply(y, plain), y, plain)
+
+    return forward
+
+
 def clipped(y, w):
     h = y * 2
     h.register_hook(lambda grad: torch.from_numpy(grad.detach().numpy().clip(-1e-3, 1e-3)))
@@ -76,6 +102,10 @@ CASES = {
     "numpy of pooled": lambda y, w: Tanh.apply(y.mean((2, 3)))[:, :, None, None] * y,
     "a number by numpy": lambda y, w: Energy.apply(y) * y,
     "numpy in backward": lambda y, w: TwiceByNumpyInBackward.apply(y) + y.sin(),
+    "numpy of a plain one, too": beside_plain(lambda made, y, plain: made),
+    "and the cut one again": beside_plain(lambda made, y, plain: made + y),
+    "and the plain one again": beside_plain(lambda made, y, plain: made * plain + plain.exp()),
+    "and both again": beside_plain(lambda made, y, plain: made * plain.sin() + y * plain + (y * plain.cos()).sum()),
     "clipped": clipped,
     "halved by a module": halved_by_a_module,
     "there and back": lambda y, w: y.to_sparse().to_dense() + y,

@@ -363,7 +363,9 @@ def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     nothing, made = true_on_all([is_zero, axes_of(mesh).writes_into_plain], mesh, whole.device)
     if nothing and (not made or _is_cut(cut)):
         return cut  # autograd's own zeros, where a formula does not depend on an argument, are plain for a DTensor too
-    if is_for_subclass(cut):  # to a DTensor people's own functions and hooks have given a plain one
+    # To a DTensor people's own functions and hooks have given a plain one. Where the sum is for a plain tensor beside it, the
+    # hook that hands this one out makes the same of the mean.
+    if is_for_subclass(cut):
         return op(contributed(whole, mesh), cut)
     plain = full_of(cut) if made else share_of(cut)
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)
