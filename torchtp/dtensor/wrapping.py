@@ -33,20 +33,23 @@ def wrap(
     placements: Placements,
     shape: torch.Size,
     stride: tuple[int, ...] | None = None,
+    made_of: Sequence[torch.Tensor] = (),
 ) -> DTensor:
     """A DTensor of global `shape`; its global stride is dense, the same on all ranks, and has the order of the local one.
 
     A view's is given: by it `contiguous()` and `reshape()` know that they have to copy, so that writes into the copy do not
-    reach the whole.
+    reach the whole. `made_of` is what a Function has kept and made it of, beside what it is called with.
     """
     axes = axes_of(mesh)
     if stride is None and axes.few_rows:
-        local, stride = _in_one_order(axes, local, placements, shape, called.tensors())
+        local, stride = _in_one_order(axes, local, placements, shape, [*made_of, *called.tensors()])
     key = (placements, shape, local.dtype, local.stride(), stride)
     spec = axes.specs.get(key)
     if spec is None:
         if _first_few_rows(axes, placements, shape) and stride is None:
-            return wrap(local, mesh, placements, shape)  # the first of its kind on this mesh: on all ranks
+            return wrap(
+                local, mesh, placements, shape, made_of=made_of
+            )  # the first of its kind on this mesh: on all ranks
         if len(axes.specs) > MOST_SHAPES:
             axes.specs.clear()
             axes.outgrown = True

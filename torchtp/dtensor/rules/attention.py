@@ -89,7 +89,7 @@ class Attention(Function):
         with torch.enable_grad():
             output = _attended(plan, parts, _local_mask(plan, ctx.mask, query, key))
         grads = torch.autograd.grad(output, parts, local_as(grad, plan.mesh, plan.query))
-        of_query = wrap(grads[0], plan.mesh, plan.query, query.shape)
+        of_query = wrap(grads[0], plan.mesh, plan.query, query.shape, made_of=[query])
         return (
             of_query,
             *(_of_key(plan, one, like) for one, like in zip(grads[1:], (key, value), strict=True)),
@@ -111,7 +111,7 @@ def _of_key(plan: _Plan, grad: torch.Tensor, like: DTensor) -> DTensor:
         spec = make_spec(plan.mesh, tuple(now), like.shape, grad.stride(), grad.dtype)
         now[axis] = placement
         grad = redistributed(grad, spec, tuple(now))
-    return wrap(grad, plan.mesh, wanted, like.shape)
+    return wrap(grad, plan.mesh, wanted, like.shape, made_of=[like])
 
 
 def _attended(plan: _Plan, parts: list[torch.Tensor], mask: Any) -> torch.Tensor:

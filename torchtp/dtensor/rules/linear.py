@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchtp.dtensor.rules.fallback import unruled
 from torchtp.dtensor.rules.shape import axis_cutting, taken
 from torchtp.dtensor.sharing import local_as
 from torchtp.dtensor.spatial import arrange, is_marked, is_replicated
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, local_of, make_spec, spec_of, taken_apart
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, make_spec, spec_of, taken_apart
 from torchtp.dtensor.wrapping import Function, on_mesh, parameter_gradient, wrap, wrap_in_format
 
 _OP = torch.ops.aten.linear.default
@@ -49,9 +50,14 @@ def _arranged(input: DTensor) -> tuple[torch.Tensor, DeviceMesh, Placements]:
     return arrange(_OP, input, lambda dim: dim < last, nested=True)
 
 
-def _features_first(local: torch.Tensor) -> bool:
-    """Whether memory holds all rows of one feature, then of the next: tokens that are a transposed view of one image."""
-    return not local.is_contiguous() and local.movedim(-1, 0).is_contiguous()
+@lru_cache(4096)
+def _features_first(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether memory holds all rows of one feature, then of the next: tokens that are a transposed view of one image.
+
+    Asked of the whole: a part of one row tells another order on each rank.
+    """
+    tensor = torch.empty_strided(shape, stride, device="meta")
+    return not tensor.is_contiguous() and tensor.movedim(-1, 0).is_contiguous()
 
 
 def _local(
@@ -96,7 +102,9 @@ class Linear(Function):
         grad, wants = on_mesh(grad, input.device_mesh), ctx.needs_input_grad
         # In the input's own order of memory, as of aten's: ops before it that meet both in two orders take twice as long.
         return (
-            Linear.apply(grad, _conjugate(weight.t()), None, _features_first(local_of(input))) if wants[0] else None,
+            Linear.apply(grad, _conjugate(weight.t()), None, _features_first(input.shape, input.stride()))
+            if wants[0]
+            else None,
             Outer.apply(grad, _conjugate(input), weight) if wants[1] else None,
             Total.apply(grad, ctx.bias_like) if wants[2] else None,
             None,

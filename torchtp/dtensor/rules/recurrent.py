@@ -87,7 +87,7 @@ class Recurrent(Function):
         given = [local_as(grad, plan.mesh, place) for grad, place in zip(grads, plan.placements, strict=True)]
         of_parts = torch.autograd.grad(results, parts, given)
         cut = [
-            wrap(grad, plan.mesh, place, tensor.shape)
+            wrap(grad, plan.mesh, place, tensor.shape, made_of=[tensor])
             for grad, place, tensor in zip(of_parts, plan.placements, tensors, strict=False)
         ]
         own = zip(of_parts[len(cut) :], tensors[len(cut) :], strict=True)
