@@ -90,7 +90,9 @@ def _convolution(draw: random.Random, c: int) -> nn.Module:
 
 def _pool(draw: random.Random) -> nn.Module:
     if draw.random() < 0.5:
-        return nn.MaxPool3d(draw.choice([2, (1, 2, 2), 3]), draw.choice([1, 2, (1, 2, 3)]), ceil_mode=draw.random() < 0.5)
+        return nn.MaxPool3d(
+            draw.choice([2, (1, 2, 2), 3]), draw.choice([1, 2, (1, 2, 3)]), ceil_mode=draw.random() < 0.5
+        )
     return nn.AvgPool3d((1, 3, 3), (1, 2, 1), (0, 1, 1), draw.random() < 0.5, draw.random() < 0.5)
 
 

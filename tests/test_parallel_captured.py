@@ -1,6 +1,7 @@
 """Gradients that are not accumulated: of torch.autograd.grad, and through parameters that were computed."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -298,3 +299,63 @@ def _own_beside_others(stand_in):
 @pytest.mark.parametrize("stand_in", ["a parameter", "a tensor"])
 def test_own_parameters_are_averaged_whatever_stands_in_for_others(stand_in):
     run_ranks(_own_beside_others, 4, stand_in)
+
+
+class _Generator(nn.Module):
+    """Gives out the style that it has made beside its image, and keeps what that became."""
+
+    def __init__(self):
+        super().__init__()
+        self.style, self.conv = nn.Linear(5, 4), nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, images, latents):
+        style = self.style(latents)
+        self.kept = style.tanh()
+        return (self.conv(images) * self.kept[:, :, None, None]).tanh(), style
+
+
+WHICH = {
+    "style": lambda network, style: [style],
+    "kept": lambda network, style: [network.kept],
+    "both, and a parameter": lambda network, style: [style, network.conv.weight, network.kept],
+}
+
+
+def _gradients_of_made(network, which, latents, accumulates):
+    torch.manual_seed(1)
+    images, latents = torch.randn(2, 3, 9, 13).double(), latents.double()
+    image, style = network(images, latents)
+    inputs = WHICH[which](network, style)
+    if accumulates:
+        image.square().sum().backward(inputs=inputs)
+        return [one.grad.clone() for one in inputs]
+    taken = torch.autograd.grad(image.square().sum(), inputs, create_graph=True)
+    edges = [torch.autograd.graph.get_gradient_edge(one) for one in inputs if one.grad_fn is not None]
+    again = torch.autograd.grad(image.square().sum(), edges, retain_graph=True)
+    penalty = sum(one.square().sum() for one in taken).sqrt() + image.mean()
+    penalty.backward()
+    return [*(one.detach() for one in taken), *again, *(parameter.grad for parameter in network.parameters())]
+
+
+def _made_in_forward(axes, output):
+    layout = make_layout(axes)
+    for which in WHICH:
+        for accumulates in (False, True):
+            torch.manual_seed(0)
+            single, latents = _Generator().double(), torch.randn(2, 5)
+            model = torchtp.parallelize(copy.deepcopy(single), layout, output=output)
+            wanted = _gradients_of_made(single, which, latents, accumulates)
+            torch.testing.assert_close(
+                [_whole(one) for one in _gradients_of_made(model, which, latents, accumulates)],
+                wanted,
+                rtol=1e-9,
+                atol=1e-12,
+                msg=lambda text, of=(which, accumulates): f"{of}: {text}",
+            )
+
+
+@pytest.mark.parametrize("output", ["full", "dtensor"])
+@pytest.mark.parametrize("axes", [{"w": 3}, {"h": 2, "w": 2}], ids=str)
+def test_gradients_of_what_a_forward_made_and_gave_out(axes, output):
+    """A penalty on the length of paths, of StyleGAN2: of plain tensors that are no parameters."""
+    run_ranks(_made_in_forward, math.prod(axes.values()), axes, output, backend="torchtp", timeout=60)

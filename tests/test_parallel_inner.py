@@ -1,5 +1,6 @@
 """Gradients that a forward takes itself, to go on with them, are those of one device."""
 
+import copy
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from models import make_layout
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchtp
 from torchtp.testing import run_ranks
@@ -188,3 +190,50 @@ def _transformed():
 
 def test_gradients_by_torch_func_are_refused():
     run_ranks(_transformed, 2)
+
+
+class WeighedByItsGradient(nn.Module):
+    """As class activation maps that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x):
+        features = F.softplus(self.conv(F.softplus(self.stem(x))))
+        scores = self.head(features.mean((2, 3)))
+        (gradient,) = torch.autograd.grad(scores.logsumexp(1).sum(), features, create_graph=True)
+        return self.stem(x) * (features * gradient.mean((2, 3), keepdim=True)).sum(1, keepdim=True).sigmoid()
+
+
+class BetweenTwo(nn.Module):
+    """Its own gradient goes on into what made the image that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        (gradient,) = torch.autograd.grad(self.conv(x).tanh().square().sum(), x, create_graph=True)
+        return self.conv(x) * gradient
+
+
+def _checkpointed(axes):
+    def run(first, second):
+        image = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(3)).double().requires_grad_()
+        made = checkpoint(second, checkpoint(first, image, use_reentrant=False), use_reentrant=False)
+        made.square().mean().backward()
+        return [made.detach(), image.grad, *(one.grad for part in (first, second) for one in part.parameters())]
+
+    torch.manual_seed(0)
+    parts = WeighedByItsGradient().double(), BetweenTwo().double()
+    wanted = run(*copy.deepcopy(parts))
+    layout = make_layout(axes)
+    got = run(*(torchtp.parallelize(part, layout, output="full") for part in parts))
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_checkpoints_around_a_forward_that_takes_a_gradient(axes):
+    """Which runs the forward again while that forward runs."""
+    run_ranks(_checkpointed, math.prod(axes.values()), axes, backend="torchtp", timeout=60)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import axes_of
-from torchtp.dtensor.upstream import DeviceMesh
+from torchtp.dtensor.upstream import DeviceMesh, DTensor
 
 _state = threading.local()
-_backwards: deque[int] = deque(maxlen=256)  # graph tasks in which cut tensors took part: one may run inside another
+# Graph tasks in which cut tensors took part, and their mesh: one may run inside another.
+_backwards: dict[int, weakref.ref[DeviceMesh]] = {}
+_MOST_BACKWARDS = 256
 _averaged: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[object]]] = {}  # by id
 
 
@@ -35,16 +38,32 @@ def looking_out() -> Iterator[None]:
         _state.began = before
 
 
-def note_backward() -> None:
-    """Call where a derivative of cut tensors is computed."""
-    task = torch._C._current_graph_task_id()
-    if task != -1 and (not _backwards or _backwards[-1] != task):
-        _backwards.append(task)
+def current_backward() -> int:
+    """The number of the backward that runs on this thread; -1 where none does."""
+    return torch._C._current_graph_task_id()
+
+
+def note_backward(args: Any) -> None:
+    """Call where a derivative of cut tensors is computed, with these and what else there is."""
+    task = current_backward()
+    if task == -1 or task in _backwards:
+        return
+    mesh = next((leaf.device_mesh for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor)), None)
+    if mesh is not None:
+        if len(_backwards) >= _MOST_BACKWARDS:
+            _backwards.pop(min(_backwards), None)  # the oldest
+        _backwards[task] = weakref.ref(mesh)
 
 
 def is_cut_backward() -> bool:
     """Whether cut tensors have taken part in the backward that runs on this thread: then all ranks of an image run it."""
-    return torch._C._current_graph_task_id() in _backwards
+    return current_backward() in _backwards
+
+
+def mesh_of_backward(number: int) -> DeviceMesh | None:
+    """The mesh of the cut tensors that have taken part in that backward; None if none have."""
+    mesh = _backwards.get(number)
+    return None if mesh is None else mesh()
 
 
 def are_averaged(parameters: Iterable[torch.Tensor], by: object) -> None:

@@ -106,7 +106,7 @@ def install(name: str, handler: Handler) -> None:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
         kwargs = kwargs or {}
-        note_backward()
+        note_backward((args, kwargs))
         _mind_others(args)
         outer, called.now = called.now, (op, args, kwargs)
         try:
@@ -122,7 +122,7 @@ def install(name: str, handler: Handler) -> None:
     def dispatch_in_place(_cls: type, op: Op, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if tracing() is not None:
             return traced(op, args, kwargs or {})
-        note_backward()
+        note_backward((args, kwargs))
         _mind_others(args)
         if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
             _mind_gradients(args, kwargs)

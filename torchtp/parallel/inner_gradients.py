@@ -21,7 +21,7 @@ from torchtp._compile import leave_eager
 from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.upstream import in_backward
 from torchtp.dtensor.whole import Gather, whole_gradient
-from torchtp.parallel.captured_gradients import completed, roots
+from torchtp.parallel.captured_gradients import completed, completed_on_tensors, roots
 
 _forward = threading.local()
 
@@ -110,9 +110,11 @@ def _install() -> None:
             return grads if mesh is None else tuple(_mean(mesh, grad) for grad in grads)
         if now is None:
             if kwargs.get("accumulate_grad"):
-                return theirs(outputs, *args, **kwargs)
-            with completed(outputs, args[3]):
-                return theirs(outputs, *args, **kwargs)
+                with completed_on_tensors(args[3]):
+                    return theirs(outputs, *args, **kwargs)
+            with completed(outputs, args[3]) as complete:
+                grads = theirs(outputs, *args, **kwargs)
+            return complete(grads)
         mesh, parameters = now
         with ExitStack() as hooks:
             for leaf in _leaves(outputs):

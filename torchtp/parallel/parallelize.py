@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torchtp._compile import leave_eager
@@ -32,7 +33,7 @@ from torchtp.parallel.equality import Written, make_equal, tensors_of, weakly
 from torchtp.parallel.images import Images, Output, is_image
 from torchtp.parallel.refusals import refuse_ended, refuse_transforms
 from torchtp.parallel.root import STATE, is_parallelized, root_class
-from torchtp.parallel.running import is_inside, running
+from torchtp.parallel.running import is_inside, is_recomputing, running
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -132,6 +133,7 @@ class _State:
         self._comparisons = Comparisons(layout)
         self.forward: Any = None  # what was put in the place of the class's own, on this module alone
         self.under_way: Any = None  # the same while it runs
+        self._runs = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         copied = _State(self.layout, self._output, self._reduces)  # the copy reduces its own gradients
@@ -162,7 +164,7 @@ class _State:
     def run(self, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut the images, call `forward`, give its outputs the wanted form."""
         refuse_transforms(module, (args, kwargs))
-        if is_inside():
+        if is_inside() and not self._is_recomputed(args, kwargs):
             return forward(*args, **kwargs)
         refuse_ended(self.layout.group)
         forget_outgrown(self.layout.spatial_mesh)
@@ -217,6 +219,7 @@ class _State:
             lazy.given_back_buffers(parts) as buffers,
             running() as written,
             self._written.watched(module, written),
+            self._running(),
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
         self._written.note(module, lazy.settle_buffers(buffers))
@@ -226,6 +229,20 @@ class _State:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     reducer.watch(leaf)
         return outputs
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        before, self._runs = self._runs, True
+        try:
+            yield
+        finally:
+            self._runs = before
+
+    def _is_recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a checkpoint around this module runs it again, with whole images, for a gradient that a forward takes itself."""
+        return is_recomputing() and (
+            self._runs or not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        )
 
     def reducer(self, module: nn.Module) -> GradientReducer | None:
         """Made at the first forward that records gradients: until then parameters may be replaced or frozen."""

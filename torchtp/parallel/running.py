@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchtp.dtensor.outside import current_backward
 from torchtp.dtensor.registry import words
 from torchtp.dtensor.upstream import in_backward
 
@@ -20,12 +21,12 @@ def running() -> Iterator[set[int]]:
 
     Gives the addresses of the memory of what is written through them: of parameters and buffers, and of others made of them.
     """
-    before = getattr(_state, "depth", 0), getattr(_state, "written", None)
-    _state.depth, _state.written = before[0] + 1, set()
+    before = getattr(_state, "depth", 0), getattr(_state, "written", None), getattr(_state, "backward", -1)
+    _state.depth, _state.written, _state.backward = before[0] + 1, set(), current_backward()
     try:
         yield _state.written
     finally:
-        _state.depth, _state.written = before
+        _state.depth, _state.written, _state.backward = before
 
 
 def is_running() -> bool:
@@ -36,6 +37,11 @@ def is_running() -> bool:
 def is_inside() -> bool:
     """Whether a parallelized forward runs on this thread."""
     return getattr(_state, "depth", 0) > 0
+
+
+def is_recomputing() -> bool:
+    """Whether a gradient that the parallelized forward on this thread takes itself runs a piece again, for a checkpoint in or around it."""
+    return is_inside() and current_backward() not in (-1, _state.backward)
 
 
 def written_now() -> set[int] | None:
