@@ -310,3 +310,25 @@ def _order():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_works_complete_in_order(size):
     run_ranks(_order, size, backend="torchtp")
+
+
+def _into_shared_outputs():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    buffer, long = torch.zeros(4), torch.zeros(2 * size + 2)
+    dist.all_gather([buffer] * size, torch.full((4,), rank + 1.0))
+    dist.all_gather([long[2 * r : 2 * r + 4] for r in range(size)], torch.full((4,), rank + 1.0))
+    sent = torch.zeros(4)
+    dist.all_to_all([sent] * size, [torch.full((4,), 10.0 * rank + to) for to in range(size)])
+    columns = torch.zeros(5, size)
+    dist.all_gather(list(columns.unbind(1)), torch.full((5,), rank + 1.0))
+    return buffer, long, sent, columns
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_outputs_that_share_memory_hold_what_the_last_got(size):
+    results = run_ranks(_into_shared_outputs, size, backend="torchtp")
+    for rank, (buffer, long, sent, columns) in enumerate(results):
+        torch.testing.assert_close(buffer, torch.full((4,), float(size)))
+        torch.testing.assert_close(long[: 2 * size], torch.arange(1.0, size + 1).repeat_interleave(2))
+        torch.testing.assert_close(sent, torch.full((4,), 10.0 * (size - 1) + rank))
+        torch.testing.assert_close(columns, torch.arange(1.0, size + 1).expand(5, size))

@@ -46,11 +46,13 @@ inline std::vector<Span> spans_of(const Dense& whole, int num_parts) {
   return spans;
 }
 
-// Several tensors as memory; copies are put back by store().
+// Several tensors as memory; copies are put back by store(). Outputs that share memory hold what the last of them got.
 class DenseList {
  public:
   DenseList(const std::vector<at::Tensor>& tensors, bool load) {
     for (const at::Tensor& tensor : tensors) list_.emplace_back(tensor, load);
+    if (load || !share_memory(tensors)) return;
+    for (Dense& dense : list_) dense.keep_apart({dense.span()}, kNowhere);
   }
   std::vector<std::byte*> outputs() const {
     std::vector<std::byte*> pointers;

@@ -11,6 +11,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -22,6 +23,10 @@ namespace {
 
 // As a mark: of thousands of ranks one that has it shows in the mean, and fp16 holds it.
 constexpr double kArrived = 16384;
+
+// As the mark of a rank: one of both, or their sum.
+constexpr int kFailed = 1;
+constexpr int kHooksRaised = 2;
 
 constexpr int64_t kAlignment = 64;  // bytes; every view starts on a cache line, and on an element of any dtype
 
@@ -203,7 +208,7 @@ void Bucket::pack(const std::vector<at::Tensor>& gradients, double scale) {
   gradients::pack(moves, payload(), scale);
 }
 
-// The parameters' marks, scaled, and for this rank 1 if it failed, and how many gradients it had kept.
+// The parameters' marks, scaled, and for this rank what has failed, and how many gradients it had kept.
 void Bucket::mark(const at::Tensor& buffer, const std::vector<double>& marks, int rank, bool failed,
                   double scale) const {
   const auto num_slots = static_cast<int64_t>(marks.size());
@@ -215,7 +220,8 @@ void Bucket::mark(const at::Tensor& buffer, const std::vector<double>& marks, in
   if (num_ranks_ == 0) return;
   const at::Tensor of_ranks = buffer.narrow(0, num_elements_ + num_slots, 2 * num_ranks_);
   of_ranks.zero_();
-  if (failed) of_ranks.select(0, rank).fill_(1);
+  const int told = (failed ? kFailed : 0) + (hooks_raised_ ? kHooksRaised : 0);
+  if (told != 0) of_ranks.select(0, rank).fill_(told * scale);
   if (num_kept_ != 0) of_ranks.select(0, num_ranks_ + rank).fill_(num_kept_ * scale);
 }
 
@@ -244,15 +250,21 @@ bool Bucket::present_somewhere(size_t slot) const { return marked(slot) > 0; }
 
 bool Bucket::arrived_somewhere(size_t slot) const { return marked(slot) > 1.5; }
 
-std::vector<int> Bucket::failed_ranks() const {
+std::vector<int> Bucket::ranks_that_told(int what) const {
   std::vector<int> ranks;
   if (!flat_.is_cpu()) return ranks;
   const auto first = num_elements_ + static_cast<int64_t>(views_.size());
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    if (flat_.select(0, first + rank).item<double>() > 0) ranks.push_back(static_cast<int>(rank));
+    const auto found = flat_.select(0, first + rank).item<double>();
+    const int64_t told = std::llround(average_ ? found * size_ : found);
+    if ((told & what) != 0) ranks.push_back(static_cast<int>(rank));
   }
   return ranks;
 }
+
+std::vector<int> Bucket::failed_ranks() const { return ranks_that_told(kFailed); }
+
+std::vector<int> Bucket::ranks_whose_hooks_raised() const { return ranks_that_told(kHooksRaised); }
 
 std::optional<std::pair<int, int>> Bucket::ranks_that_kept_others() const {
   if (!flat_.is_cpu() || num_ranks_ == 0) return std::nullopt;

@@ -20,7 +20,7 @@ namespace torchtp::gradients {
 //
 // Behind the gradients the buffer carries marks, which are averaged with them: one for each parameter (1 where the rank
 // has a gradient for it, kArrived where this backward has added to it), and in the last bucket one for each rank (1
-// where that rank's backward failed).
+// where that rank's backward failed, 2 more where its hooks failed in the one before).
 //
 // Gradients come into the buffer in one of two ways. On the CPU the caller copies each when it is there, as long as the
 // cache has it. On CUDA they stay where they are until the last one is there; then one launch packs them all, scaled
@@ -58,6 +58,9 @@ class Bucket {
   bool present_somewhere(size_t slot) const;
   bool arrived_somewhere(size_t slot) const;
   std::vector<int> failed_ranks() const;  // CPU only: on other devices a failure arrives as NaN
+  // Whether hooks that were held back raised in the pass before this one.
+  void tell_hooks(bool raised) { hooks_raised_ = raised; }
+  std::vector<int> ranks_whose_hooks_raised() const;  // CPU only
   // How many gradients this rank had from before the backward, as the others had; below 0 if they need not be as many.
   void tell_kept(int64_t num) { num_kept_ = num; }
   // Those that told most and fewest of them to the last bucket, if they are not as many. CPU only.
@@ -76,6 +79,7 @@ class Bucket {
   void pack(const std::vector<at::Tensor>& gradients, double scale);
   void mark(const at::Tensor& buffer, const std::vector<double>& marks, int rank, bool failed, double scale) const;
   double marked(size_t slot) const;  // the mean of all ranks' marks
+  std::vector<int> ranks_that_told(int what) const;
   void start_copied(const Collective& collective, const std::vector<double>& marks, bool failed);
   void start_packed(const Collective& collective, const std::vector<at::Tensor>& gradients,
                     const std::vector<double>& marks, bool failed);
@@ -86,6 +90,7 @@ class Bucket {
   int64_t num_elements_;
   int64_t num_ranks_;
   int64_t num_kept_ = 0;
+  bool hooks_raised_ = false;
   std::vector<at::Tensor> views_;
   std::vector<int64_t> begins_;  // of the views, in the buffer's numbers
   std::vector<c10::Stream> writers_;

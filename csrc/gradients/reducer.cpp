@@ -227,4 +227,24 @@ bool Reducer::holds_gradient(size_t index) const {
          is_same_memory(gradient, buckets_[parameter.bucket].view(parameter.slot));
 }
 
+void Reducer::note(Event::Kind kind, size_t index) {
+  if (records_) events_.push_back({kind, index});
+}
+
+Instant Reducer::now() const { return Instant::now(parameters_.front().tensor.device()); }
+
+void Reducer::measure() {
+  std::vector<Span> spans;
+  const Instant last = now();
+  for (const Bucket& bucket : buckets_) {
+    if (!bucket.started_at()) continue;  // recording began with this pass under way
+    // Without an answer from the work's future the span ended by now.
+    const Instant done = bucket.done_at().value_or(last);
+    spans.push_back({bucket.started_at()->after(begin_), done.after(begin_)});
+  }
+  const Coverage coverage = cover(std::move(spans), end_of_backward_.after(begin_));
+  statistics_.communication_seconds += coverage.all;
+  statistics_.hidden_seconds += coverage.before_limit;
+}
+
 }  // namespace torchtp::gradients

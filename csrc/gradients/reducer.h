@@ -36,6 +36,7 @@ namespace torchtp::gradients {
 //    ranks hold then: an optimizer that steps in backward, a clamp. Hooks of what is added (Tensor.register_hook) only
 //    where outputs are watched, else the pass begins after those of the first parameter; after local backwards, or
 //    where derivatives of the gradient are taken, what is added alone is not known.
+//  - Where they raise on some ranks alone, these may not step while others do: the next pass tells it, and all raise.
 class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
  public:
   // Throws TypeError or ValueError for what no reducer can be made of. Local: who calls it tells the other ranks.
@@ -155,6 +156,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   int64_t num_kept_ = -1;         // of them those that were there when the first was added to; -1: not alike
   std::vector<size_t> arrivals_;  // of this pass
   bool failed_ = false;           // a failed pass is not settled yet
+  bool hooks_raised_ = false;     // those of the last pass, which its messages could not tell any more
   bool records_ = false;
   Instant begin_, end_of_backward_;  // of this pass, while recording
   Statistics statistics_;

@@ -218,6 +218,7 @@ void Reducer::start(size_t index, bool failed) {
   bucket.measure(records_);
   next_bucket_ = index + 1;
   bucket.tell_kept(num_kept_);
+  bucket.tell_hooks(hooks_raised_);
   bucket.start(collective_, gradients, arrived, failed);
   if (bucket.packs() && !failed) {
     for (const size_t member : members) keep(parameters_[member]);
@@ -284,7 +285,13 @@ void Reducer::end_of_backward(bool nested) {
   finish_or_tell();
   const auto hooks = hooks_to_run();
   lock.unlock();  // they may call the reducer
-  for (const auto& held : hooks) held->run();
+  try {
+    for (const auto& held : hooks) held->run();
+  } catch (...) {
+    lock.lock();
+    hooks_raised_ = true;
+    throw;
+  }
 }
 
 void Reducer::finish_or_tell() {
@@ -318,6 +325,13 @@ void Reducer::finish() {
   const std::vector<int> failures = buckets_.back().failed_ranks();
   TORCH_CHECK(failures.empty(), "gradients: backward raised an exception on rank ", failures.front(),
               ", so the gradients of this backward are not those of the whole batch; zero them before the next one");
+  hooks_raised_ = false;
+  const std::vector<int> raised = buckets_.back().ranks_whose_hooks_raised();
+  TORCH_CHECK(
+      raised.empty() || static_cast<int>(raised.size()) == collective_.size(),
+      "gradients: a hook of a parameter raised an exception on rank ", raised.front(),
+      " in the backward before this one, and not on all ranks: if the others took a step that this one did not, "
+      "parameters differ now; broadcast them, zero the gradients and go on");
   check_kept();
 }
 
@@ -372,26 +386,6 @@ void Reducer::settle() {
   for (Bucket& bucket : buckets_) {
     if (bucket.started()) bucket.wait(collective_);
   }
-}
-
-void Reducer::note(Event::Kind kind, size_t index) {
-  if (records_) events_.push_back({kind, index});
-}
-
-Instant Reducer::now() const { return Instant::now(parameters_.front().tensor.device()); }
-
-void Reducer::measure() {
-  std::vector<Span> spans;
-  const Instant last = now();
-  for (const Bucket& bucket : buckets_) {
-    if (!bucket.started_at()) continue;  // recording began with this pass under way
-    // Without an answer from the work's future the span ended by now.
-    const Instant done = bucket.done_at().value_or(last);
-    spans.push_back({bucket.started_at()->after(begin_), done.after(begin_)});
-  }
-  const Coverage coverage = cover(std::move(spans), end_of_backward_.after(begin_));
-  statistics_.communication_seconds += coverage.all;
-  statistics_.hidden_seconds += coverage.before_limit;
 }
 
 }  // namespace torchtp::gradients
