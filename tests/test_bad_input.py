@@ -50,6 +50,22 @@ def _other_device(rank, layout):
     return torch.zeros(1, 2, 8, 8, device="meta" if rank == 1 else "cpu")
 
 
+def _sparse(rank, layout):
+    return torch.zeros(1, 2, 8, 8).to_sparse() if rank == 1 else torch.zeros(1, 2, 8, 8)
+
+
+def _nested(rank, layout):
+    image = torch.zeros(2, 8, 8)
+    return torch.nested.nested_tensor([image, image[:, :5]]) if rank == 1 else torch.zeros(1, 2, 8, 8)
+
+
+def _list_in_itself(rank, layout):
+    images = [torch.zeros(1, 2, 8, 8)]
+    if rank == 1:
+        images.append(images)
+    return images
+
+
 def _every_rank_other_device(rank, layout):
     return torch.zeros(1, 2, 8, 8, device="meta")
 
@@ -68,6 +84,9 @@ def _every_rank_other_device(rank, layout):
         ({"w": 2}, _other_number_of_dims, ["(1, 2, 8, 8)", "(2, 8, 8)"]),
         ({"w": 2}, _no_tensor, ["rank 1 has no tensor"]),
         ({"w": 2}, _other_device, ["on meta can't be cut over a mesh of cpu devices", "(on rank 1)"]),
+        ({"w": 2}, _sparse, ["a sparse_coo tensor can't be cut: pass a dense one (to_dense()) (on rank 1)"]),
+        ({"w": 2}, _nested, ["a nested tensor can't be cut", "(on rank 1)"]),
+        ({"w": 2}, _list_in_itself, ["an argument can't be described: RecursionError", "(on rank 1)"]),
         ({"w": 2}, _every_rank_other_device, ["on meta can't be cut"]),
         ({"h": 2, "w": 2}, _other_shape, ["rank 1 has an image of shape (1, 2, 8, 9)"]),
     ],
@@ -342,3 +361,8 @@ def _steered(argument, same):
 def test_numbers_and_words_are_compared(argument, text):
     first, second = run_ranks(_steered, 2, argument, [3, 1e-300, "a", None, float("nan")], timeout=LIMIT)
     assert first == second and text in first
+
+
+def test_no_sync_of_what_is_no_module():
+    with pytest.raises(ValueError, match="takes a module that torchtp.parallelize was called on"), torchtp.no_sync(None):
+        pass

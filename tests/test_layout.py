@@ -260,6 +260,8 @@ def _shapes_that_are_none():
     for shape in ((1, 3, 8, -8, 8), (1, 3, 8, 4.5, 8)):
         with pytest.raises(ValueError, match="whole numbers from 0 on"):
             layout.tile(shape)
+    with pytest.raises(TypeError, match="a tensor: pass its shape"):
+        layout.tile(torch.zeros(1, 3, 8, 8, 8))
     with pytest.raises(ValueError) as caught:
         layout.from_tile([1] if dist.get_rank() == 1 else torch.zeros(1, 3, 4, 4, 8), (1, 3, 8, 8, 8))
     return str(caught.value)

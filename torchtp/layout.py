@@ -110,6 +110,7 @@ class Layout:
         """
         if any(isinstance(extent, float) or (isinstance(extent, int) and extent < 0) for extent in global_shape):
             raise ValueError(f"the extents of a shape are whole numbers from 0 on, but it is {tuple(global_shape)}")
+        global_shape = _size(global_shape)
         self.placements(len(global_shape))
         slices = [slice(0, extent) for extent in global_shape]
         for name in self.spatial:
@@ -197,7 +198,7 @@ class Layout:
         return normal
 
     def check(self, tensor: torch.Tensor) -> None:
-        """ValueError if the tensor lives on another kind of device, or is a DTensor on another mesh; TypeError of anything else."""
+        """ValueError if the tensor is not dense, on another kind of device, or a DTensor on another mesh; TypeError of anything else."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a Layout cuts tensors, not a {type(tensor).__name__}")
         if tensor.device.type != self.mesh.device_type:
@@ -205,6 +206,9 @@ class Layout:
                 f"a tensor on {tensor.device} can't be cut over a mesh of {self.mesh.device_type} devices: "
                 f"move it with .to({str(self.device)!r})"
             )
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind, remedy = ("nested", "to_padded_tensor") if tensor.is_nested else (str(tensor.layout), "to_dense")
+            raise ValueError(f"a {kind.removeprefix('torch.')} tensor can't be cut: pass a dense one ({remedy}())")
         if isinstance(tensor, DTensor) and tensor.device_mesh != self.spatial_mesh:
             raise ValueError(
                 f"a DTensor on {tensor.device_mesh} is not on the spatial mesh of this layout, {self.spatial_mesh}: "
@@ -216,7 +220,8 @@ def _size(shape: Any) -> torch.Size:
     try:
         return torch.Size(shape)
     except TypeError as error:
-        raise TypeError(f"global_shape is the whole numbers of the shape of an image, but it is {shape!r}") from error
+        given = "a tensor: pass its shape" if isinstance(shape, torch.Tensor) else repr(shape)
+        raise TypeError(f"global_shape is the whole numbers of the shape of an image, but it is {given}") from error
 
 
 def check_types(caller: str, module: object, layout: object) -> None:

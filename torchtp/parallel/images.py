@@ -33,9 +33,9 @@ class Images:
 
     def describe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Described], str]:
         """All tensors, numbers and words among the arguments, their keywords, and what is wrong with them."""
-        num_dims = self._num_dims(args, kwargs)
         tensors: list[Described] = []
         try:
+            num_dims = self._num_dims(args, kwargs)
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if not isinstance(leaf, torch.Tensor):
                     if isinstance(leaf, _PLAIN):
@@ -50,6 +50,11 @@ class Images:
                 tensors.append((f"the keywords {', '.join(map(repr, kwargs))}", torch.Size(), None))
         except ValueError as error:
             return [], str(error)
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # of what this rank alone may have been given: the others wait for its message
+            return [], f"an argument can't be described: {type(error).__name__}: {error}"
         return tensors, ""
 
     def samples(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_devices: bool) -> Samples:

@@ -97,7 +97,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Takes the parallelized module, or one that contains it.
     """
-    parts = [part for part in module.modules() if is_parallelized(part)]
+    parts = [part for part in module.modules() if is_parallelized(part)] if isinstance(module, nn.Module) else []
     if not parts:
         raise ValueError("torchtp.no_sync takes a module that torchtp.parallelize was called on")
     with contextlib.ExitStack() as stack:
