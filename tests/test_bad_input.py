@@ -364,5 +364,8 @@ def test_numbers_and_words_are_compared(argument, text):
 
 
 def test_no_sync_of_what_is_no_module():
-    with pytest.raises(ValueError, match="takes a module that torchtp.parallelize was called on"), torchtp.no_sync(None):
+    with (
+        pytest.raises(ValueError, match="takes a module that torchtp.parallelize was called on"),
+        torchtp.no_sync(None),
+    ):
         pass
