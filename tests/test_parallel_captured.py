@@ -311,13 +311,14 @@ class _Generator(nn.Module):
     def forward(self, images, latents):
         style = self.style(latents)
         self.kept = style.tanh()
-        return (self.conv(images) * self.kept[:, :, None, None]).tanh(), style
+        self.met = self.kept[:, :, None, None].exp()
+        return (self.conv(images) * self.met).tanh(), style
 
 
 WHICH = {
     "style": lambda network, style: [style],
     "kept": lambda network, style: [network.kept],
-    "both, and a parameter": lambda network, style: [style, network.conv.weight, network.kept],
+    "all, and a parameter": lambda network, style: [style, network.conv.weight, network.met, network.kept],
 }
 
 

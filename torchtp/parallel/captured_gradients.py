@@ -57,11 +57,14 @@ def completed(
     tasks: list[int] = []
 
     def complete(grads: Sequence[Any]) -> tuple[Any, ...]:
-        mesh = mesh_of_backward(tasks[0]) if tasks else None
-        return tuple(
-            whole_gradient(grad, mesh) if mesh is not None and number in made and _is_plain(grad) else grad
-            for number, grad in enumerate(grads)
-        )
+        mesh, given = mesh_of_backward(tasks[0]) if tasks else None, list(grads)
+        if mesh is None:
+            return tuple(given)
+        for number in made:
+            grad = given[number]
+            if grad is not None and (_is_plain(inputs[number]) or _is_plain(grad)):
+                given[number] = whole_gradient(grad, mesh)
+        return tuple(given)
 
     with ExitStack() as hooks:
         taken = [
@@ -91,6 +94,9 @@ def _complete(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_made(one: torch.Tensor | GradientEdge) -> bool:
+    """Whether it is neither cut, as far as one can tell, nor a leaf."""
+    if isinstance(one, DTensor):
+        return False
     if isinstance(one, GradientEdge):
         return not hasattr(one.node, "variable")
     return one.grad_fn is not None
