@@ -338,8 +338,24 @@ def _gradients_of_made(network, which, latents, accumulates):
     return [*(one.detach() for one in taken), *again, *(parameter.grad for parameter in network.parameters())]
 
 
+def _gradients_that_come_back(network, latents):
+    """To what is put on tensors that a forward has given out."""
+    torch.manual_seed(1)
+    images, seen = torch.randn(2, 3, 9, 13).double(), []
+    image, style = network(images, latents.double())
+    style.retain_grad()
+    style.register_hook(seen.append)
+    (image.square().sum() + style.exp().sum()).backward()
+    return [style.grad, *seen, *(parameter.grad for parameter in network.parameters())]
+
+
 def _made_in_forward(axes, output):
     layout = make_layout(axes)
+    torch.manual_seed(0)
+    single, latents = _Generator().double(), torch.randn(2, 5)
+    model = torchtp.parallelize(copy.deepcopy(single), layout, output=output)
+    wanted = _gradients_that_come_back(single, latents)
+    torch.testing.assert_close(_gradients_that_come_back(model, latents), wanted, rtol=1e-9, atol=1e-12)
     for which in WHICH:
         for accumulates in (False, True):
             torch.manual_seed(0)

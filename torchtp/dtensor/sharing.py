@@ -84,6 +84,19 @@ def average_for_others(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         tensor.is_leaf or not is_first(tensor, _LOOKED_AT) or not _goes_to_others(tensor, mesh)
     ):
         return
+    _average(tensor, mesh)
+
+
+def complete_given(made: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Have what comes back for a plain tensor that a forward has made and gives out be its gradient itself.
+
+    So its hooks see that, and `retain_grad` keeps it.
+    """
+    if made.grad_fn is not None:
+        _average(made, mesh)
+
+
+def _average(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     if not is_first(tensor, _AVERAGES):
         return
     hooks = tensor._backward_hooks

@@ -21,6 +21,7 @@ from torchtp.dtensor import notice
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.outside import are_averaged, looking_out
 from torchtp.dtensor.rules.fallback import take_custom_ops
+from torchtp.dtensor.sharing import complete_given
 from torchtp.dtensor.wrapping import forget_outgrown
 from torchtp.gradients import GradientReducer, complaint_of_options
 from torchtp.layout import Layout, check_types
@@ -223,6 +224,10 @@ class _State:
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
         self._written.note(module, lazy.settle_buffers(buffers))
+        if self.layout.num_shards > 1:
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                    complete_given(leaf, self.layout.spatial_mesh)
         outputs, contents = arguments.settle(outputs, lambda nested: self._images.give(nested, tensors))
         if reducer is not None:
             for leaf in pytree.tree_leaves((outputs, contents)):
