@@ -254,8 +254,9 @@ std::vector<int> Bucket::ranks_that_told(int what) const {
   std::vector<int> ranks;
   if (!flat_.is_cpu()) return ranks;
   const auto first = num_elements_ + static_cast<int64_t>(views_.size());
+  const at::Tensor marks = flat_.narrow(0, first, num_ranks_).to(at::kDouble);
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-    const auto found = flat_.select(0, first + rank).item<double>();
+    const double found = marks.const_data_ptr<double>()[rank];
     const int64_t told = std::llround(average_ ? found * size_ : found);
     if ((told & what) != 0) ranks.push_back(static_cast<int>(rank));
   }
