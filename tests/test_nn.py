@@ -240,3 +240,18 @@ def test_layers_need_no_process_group_for_plain_tensors():
     assert torch.equal(torchtp.nn.BatchNorm2d(2)(image), nn.BatchNorm2d(2)(image))
     expected = nn.LayerNorm(2)(image.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     torch.testing.assert_close(torchtp.nn.LayerNorm2d(2)(image), expected)
+
+
+def _images_of_two_heights():
+    layout = make_layout({"h": 3})
+    network = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 1, 3, padding=1))
+    torchtp.nn.convert(network, layout)
+    with pytest.raises(RuntimeError) as caught:
+        network(layout.shard(torch.rand(1, 2, 18 if dist.get_rank() == 1 else 16, 12)))
+    return str(caught.value)
+
+
+def test_images_of_two_heights_are_an_error_on_all_ranks():
+    """Halos of both are as large."""
+    first, *others = run_ranks(_images_of_two_heights, 3, backend="torchtp", fresh=True)
+    assert set(others) == {first} and "ranks must hold parts of one image" in first

@@ -128,7 +128,7 @@ class Layout:
     def shard(self, full: torch.Tensor) -> DTensor:
         """Cut a tensor that every rank of the spatial group holds; no communication (its gradient is gathered).
 
-        So nobody hears if ranks hold another one: `torchtp.parallelize` compares images, `from_tile` shapes.
+        So nobody compares their values, as `torchtp.parallelize` does; other extents are an error where rows are exchanged.
         A DTensor on the spatial mesh is returned as it is. Raises ValueError if it lacks a dim that is cut, or lives
         on another device.
         """

@@ -129,18 +129,18 @@ void Halos::start_on_host(const std::vector<at::Tensor>& stacked, int64_t stacke
   for (const PullPlan::Part& part : plan.sends) {
     const Interval rows = shift(part.rows, plan.own.begin);
     if (stacked.size() == 1) {
-      sends.push_back(send_rows(like_, cut.dim, rows, part.peer));
+      sends.push_back(send_rows(like_, cut.dim, rows, part.peer, cut.extent));
       continue;
     }
     std::vector<at::Tensor> parts;
     for (const at::Tensor& tensor : stacked) parts.push_back(tensor.narrow(cut.dim, rows.begin, rows.size()));
     const at::Tensor slab = at::cat(parts, stacked_dim).contiguous(like_.suggest_memory_format());
-    sends.push_back(send_rows(slab, cut.dim, {0, rows.size()}, part.peer));
+    sends.push_back(send_rows(slab, cut.dim, {0, rows.size()}, part.peer, cut.extent));
   }
   std::vector<exchange::Receive> receives;
   for (const PullPlan::Part& part : plan.receives) {
     const Side& side = side_of(part);
-    receives.push_back(receive_rows(side.tensor, cut.dim, shift(part.rows, side.rows.begin), part.peer));
+    receives.push_back(receive_rows(side.tensor, cut.dim, shift(part.rows, side.rows.begin), part.peer, cut.extent));
   }
   ticket_ = exchange_->start(std::move(sends), std::move(receives));
 }

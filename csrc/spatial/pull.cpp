@@ -36,13 +36,14 @@ void check_shard(const char* op, const at::Tensor& tensor, const Cut& cut, int64
                     tensor.size(cut.dim));
 }
 
-// The parts as messages of rows of the tensor, whose first row is `first`.
-template <typename Make>
-auto collect(const Parts& parts, const Make& make, const at::Tensor& tensor, const Cut& cut, int64_t first) {
-  std::vector<decltype(make(tensor, cut.dim, Interval{}, 0))> messages;
+// The parts as messages of rows of the tensor, whose first row is `first`. On the host they tell the extent as well.
+template <typename Make, typename... Extent>
+auto collect(const Parts& parts, const Make& make, const at::Tensor& tensor, const Cut& cut, int64_t first,
+             Extent... extent) {
+  std::vector<decltype(make(tensor, cut.dim, Interval{}, 0, extent...))> messages;
   messages.reserve(parts.size());
   for (const PullPlan::Part& part : parts) {
-    messages.push_back(make(tensor, cut.dim, shift(part.rows, first), part.peer));
+    messages.push_back(make(tensor, cut.dim, shift(part.rows, first), part.peer, extent...));
   }
   return messages;
 }
@@ -95,8 +96,8 @@ Pulling::Pulling(const at::Tensor& input, const Cut& cut, const PullPlan& plan, 
                                      collect(plan.receives, receive_slab, extended_, cut, frame.begin), here.stream());
     exchange_ = std::make_shared<FinishOnDevice>(device_exchange, extended_);
   } else if (moves_) {
-    ticket_ = exchange_->start(collect(plan.sends, send_rows, source, cut, plan.own.begin),
-                               collect(plan.receives, receive_rows, extended_, cut, frame.begin));
+    ticket_ = exchange_->start(collect(plan.sends, send_rows, source, cut, plan.own.begin, cut.extent),
+                               collect(plan.receives, receive_rows, extended_, cut, frame.begin, cut.extent));
   }
 
   Interval before{0, frame.size()}, after{};
@@ -146,8 +147,9 @@ at::Tensor push_add(const at::Tensor& grad, const Cut& cut, const std::vector<In
   if (device_exchange) {
     device_exchange->finish(ticket, here.stream());
   } else if (plan->anyone_moves) {
-    cut.group.exchange->finish(cut.group.exchange->start(collect(plan->receives, send_rows, source, cut, frame.begin),
-                                                         collect(plan->sends, add_rows, out, cut, plan->own.begin)));
+    cut.group.exchange->finish(
+        cut.group.exchange->start(collect(plan->receives, send_rows, source, cut, frame.begin, cut.extent),
+                                  collect(plan->sends, add_rows, out, cut, plan->own.begin, cut.extent)));
   }
   return out;
 }

@@ -9,13 +9,19 @@
 #include <cstring>
 #include <vector>
 
+#include "core/error.h"
+#include "core/format.h"
 #include "spatial/blocks.h"
 #include "spatial/slab_place.h"
 
 namespace torchtp::spatial {
 namespace {
 
-// What `layout` of a message means: the memory format its payload is contiguous in.
+// What `layout` of a message means: the memory format its payload is contiguous in; on the CPU, in the bits above, the
+// global extent of its dim, as far as there is room.
+constexpr uint32_t kFormatBits = 8;
+uint32_t with_extent(uint32_t format, int64_t extent) { return format | static_cast<uint32_t>(extent) << kFormatBits; }
+
 enum SlabFormat : uint32_t { kContiguous = 0, kChannelsLast = 1, kChannelsLast3d = 2 };
 
 SlabFormat layout_of(const at::Tensor& tensor) {
@@ -87,13 +93,21 @@ class RowsSource : public exchange::Source {
 // column or one channel cannot tell the layouts apart), so not fast.
 class RowsSink : public exchange::Sink {
  public:
-  RowsSink(const at::Tensor& tensor, int64_t dim, const Interval& rows)
-      : tensor_(tensor), dim_(dim), rows_(rows), blocks_(blocks_of(tensor, dim, rows)), layout_(layout_of(tensor)) {}
+  RowsSink(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent)
+      : tensor_(tensor),
+        dim_(dim),
+        rows_(rows),
+        peer_(peer),
+        extent_(extent),
+        blocks_(blocks_of(tensor, dim, rows)),
+        layout_(with_extent(layout_of(tensor), extent)) {}
 
   void write(uint32_t layout, size_t offset, const std::byte* in, size_t num_bytes) override {
     if (layout == layout_) return merge(blocks_, offset, in, num_bytes);
+    check_extent(layout);
     at::Tensor target = tensor_.narrow(dim_, rows_.begin, rows_.size());
-    if (!foreign_.defined()) foreign_ = at::empty(target.sizes(), target.options(), format_of(layout));
+    const uint32_t format = layout & ((1U << kFormatBits) - 1);
+    if (!foreign_.defined()) foreign_ = at::empty(target.sizes(), target.options(), format_of(format));
     std::memcpy(static_cast<std::byte*>(foreign_.data_ptr()) + offset, in, num_bytes);
     if (offset + num_bytes == blocks_.num_bytes()) merge_tensor(target, foreign_);
   }
@@ -107,10 +121,19 @@ class RowsSink : public exchange::Sink {
   at::Tensor tensor_;
 
  private:
+  void check_extent(uint32_t layout) const {
+    if (layout >> kFormatBits == layout_ >> kFormatBits) return;
+    throw Error(cat("dim ", dim_, " has a global extent of ", extent_, " where rows of it were expected and of ",
+                    layout >> kFormatBits, " on rank ", peer_,
+                    ", which sent them: ranks must hold parts of one image"));
+  }
+
   int64_t dim_;
   Interval rows_;
+  int peer_;
+  int64_t extent_;
   Blocks blocks_;
-  SlabFormat layout_;
+  uint32_t layout_;
   at::Tensor foreign_;
 };
 
@@ -134,8 +157,8 @@ AddBlocks add_blocks_of(at::ScalarType type) {
 
 class AddingSink : public RowsSink {
  public:
-  AddingSink(const at::Tensor& tensor, int64_t dim, const Interval& rows)
-      : RowsSink(tensor, dim, rows), add_(add_blocks_of(tensor.scalar_type())) {}
+  AddingSink(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent)
+      : RowsSink(tensor, dim, rows, peer, extent), add_(add_blocks_of(tensor.scalar_type())) {}
 
  protected:
   void merge(const Blocks& blocks, size_t offset, const std::byte* in, size_t num_bytes) override {
@@ -199,17 +222,20 @@ at::Tensor padded(const at::Tensor& tensor, at::IntArrayRef pads) {
   return fits ? tensor : at::constant_pad_nd(tensor, pads);
 }
 
-exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer) {
+exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent) {
   const Blocks blocks = blocks_of(tensor, dim, rows);
-  return {peer, layout_of(tensor), blocks.num_bytes(), std::make_shared<RowsSource>(tensor, blocks)};
+  const uint32_t layout = with_extent(layout_of(tensor), extent);
+  return {peer, layout, blocks.num_bytes(), std::make_shared<RowsSource>(tensor, blocks)};
 }
 
-exchange::Receive receive_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer) {
-  return {peer, blocks_of(tensor, dim, rows).num_bytes(), std::make_shared<RowsSink>(tensor, dim, rows)};
+exchange::Receive receive_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent) {
+  const size_t num_bytes = blocks_of(tensor, dim, rows).num_bytes();
+  return {peer, num_bytes, std::make_shared<RowsSink>(tensor, dim, rows, peer, extent)};
 }
 
-exchange::Receive add_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer) {
-  return {peer, blocks_of(tensor, dim, rows).num_bytes(), std::make_shared<AddingSink>(tensor, dim, rows)};
+exchange::Receive add_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent) {
+  const size_t num_bytes = blocks_of(tensor, dim, rows).num_bytes();
+  return {peer, num_bytes, std::make_shared<AddingSink>(tensor, dim, rows, peer, extent)};
 }
 
 kernels::HaloSlab halo_slab(const at::Tensor& tensor, int64_t dim, const Interval& rows) {

@@ -27,8 +27,9 @@ void lay_rows(const at::Tensor& from, const Interval& rows, const at::Tensor& to
               const Interval& after, int64_t dim, double fill);
 
 // Rows (local coordinates) of a dense tensor's dim as a message, and as the place where one goes. They hold the tensor.
-exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer);
-exchange::Receive receive_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer);
-exchange::Receive add_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer);
+// `extent` is the global one of the dim, which both ranks must have: rows of another image may be as many.
+exchange::Send send_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent);
+exchange::Receive receive_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent);
+exchange::Receive add_rows(const at::Tensor& tensor, int64_t dim, const Interval& rows, int peer, int64_t extent);
 
 }  // namespace torchtp::spatial
