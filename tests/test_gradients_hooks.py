@@ -1,4 +1,4 @@
-"""Hooks of parameters, held back to the end of backward, that raise: on all ranks nothing is amiss, on some alone all hear of it."""
+"""Hooks of parameters, held back to the end of backward, that raise on some ranks or on all; a parameter that one rank alone freezes."""
 
 import pytest
 import torch
@@ -74,3 +74,22 @@ def test_a_hook_that_raises_on_all_ranks_parts_nobody(prepare):
     for told, parameters in run_ranks(_train, 3, prepare, (0, 1, 2), 2, backend="torchtp"):
         assert [bool(text) for text in told] == [False, False, True, False, False]
         assert parameters.isfinite().all()
+
+
+def _freeze_on_one_rank():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    reducer = GradientReducer(model)
+    for step in range(3):
+        model[1].weight.requires_grad_(step < 2 or torch.distributed.get_rank() == 0)
+        reducer.prepare()
+        try:
+            model(torch.rand(2, 3)).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_parameter_that_one_rank_alone_freezes_is_named():
+    first, second = run_ranks(_freeze_on_one_rank, 2, backend="torchtp", fresh=True)
+    assert "ranks disagree" in first and "ranks disagree" in second
+    assert "plans its buckets anew, since parameter '1.weight' is frozen, thawed" in second

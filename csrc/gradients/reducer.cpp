@@ -164,16 +164,23 @@ void Reducer::listen_to_parameters() {
   }
 }
 
-bool Reducer::is_planned() const {
+const Reducer::Parameter* Reducer::changed() const {
   const auto has_changed = [this](const Parameter& parameter) {
     if (parameter.tensor.requires_grad() != parameter.travels) return true;
     return parameter.travels && !is_alike(parameter.tensor, buckets_[parameter.bucket].view(parameter.slot));
   };
-  return !buckets_.empty() && std::none_of(parameters_.begin(), parameters_.end(), has_changed);
+  const auto found = std::find_if(parameters_.begin(), parameters_.end(), has_changed);
+  return found == parameters_.end() ? nullptr : &*found;
 }
 
+bool Reducer::is_planned() const { return !buckets_.empty() && changed() == nullptr; }
+
 void Reducer::follow_parameters() {
-  if (!is_planned()) buckets_.clear();  // gradients stay in their memory until new ones are planned
+  if (buckets_.empty()) return;
+  const Parameter* const parameter = changed();
+  if (parameter == nullptr) return;
+  planned_anew_for_ = parameter->name;
+  buckets_.clear();  // gradients stay in their memory until new ones are planned
 }
 
 void Reducer::watch(const at::Tensor& output) {

@@ -111,7 +111,8 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   bool is_between();
   const Parameter* shared() const;  // with another reducer
   void listen_to_parameters();
-  bool is_planned() const;  // whether there are buckets, and they fit what parameters are now
+  const Parameter* changed() const;  // a parameter that the buckets there are do not fit any more
+  bool is_planned() const;           // whether there are buckets, and they fit what parameters are now
   void follow_parameters();
   void settle();
   void plan();
@@ -142,6 +143,7 @@ class Reducer : public Listener, public std::enable_shared_from_this<Reducer> {
   std::vector<std::vector<size_t>> members_;  // parameters of each bucket, by slot
   std::vector<size_t> num_missing_;           // of each bucket in this pass
   std::vector<int64_t> order_;                // of the first pass
+  std::string planned_anew_for_;              // the parameter that has changed since buckets were planned before
   size_t next_bucket_ = 0;
   std::atomic<bool> sync_ = true;
   int64_t interval_ = 1;

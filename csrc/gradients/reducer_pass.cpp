@@ -242,7 +242,16 @@ void Reducer::plan() {
   for (size_t index = parameters_.size(); index-- > 0;) {
     if (!seen[index] && parameters_[index].travels) order_.push_back(static_cast<int64_t>(index));
   }
-  order_ = take_order(collective_, order_, parameters_.front().tensor.device());
+  try {
+    order_ = take_order(collective_, order_, parameters_.front().tensor.device());
+  } catch (c10::Error& error) {
+    if (!planned_anew_for_.empty()) {
+      error.add_context("gradients: this rank plans its buckets anew, since parameter '" + planned_anew_for_ +
+                        "' is frozen, thawed, or of another shape, dtype or device than in the backward before: change "
+                        "parameters alike on all ranks");
+    }
+    throw;
+  }
   members_ = plan_buckets(travellers, order_, options_.first_bucket_bytes, options_.bucket_bytes);
   std::vector<Bucket> buckets;
   for (size_t index = 0; index < members_.size(); ++index) {
