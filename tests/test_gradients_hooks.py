@@ -92,4 +92,4 @@ def _freeze_on_one_rank():
 def test_a_parameter_that_one_rank_alone_freezes_is_named():
     first, second = run_ranks(_freeze_on_one_rank, 2, backend="torchtp", fresh=True)
     assert "ranks disagree" in first and "ranks disagree" in second
-    assert "plans its buckets anew, since parameter '1.weight' is frozen, thawed" in second
+    assert "plans its buckets anew, since parameter '1.weight' was frozen, thawed" in second

@@ -247,8 +247,7 @@ void Reducer::plan() {
   } catch (c10::Error& error) {
     if (!planned_anew_for_.empty()) {
       error.add_context("gradients: this rank plans its buckets anew, since parameter '" + planned_anew_for_ +
-                        "' is frozen, thawed, or of another shape, dtype or device than in the backward before: change "
-                        "parameters alike on all ranks");
+                        "' was frozen, thawed, cast or moved; what is done to one on some ranks must be done on all");
     }
     throw;
   }

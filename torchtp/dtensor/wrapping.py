@@ -47,9 +47,8 @@ def wrap(
     spec = axes.specs.get(key)
     if spec is None:
         if _first_few_rows(axes, placements, shape) and stride is None:
-            return wrap(
-                local, mesh, placements, shape, made_of=made_of
-            )  # the first of its kind on this mesh: on all ranks
+            # The first of its kind on this mesh: on all ranks.
+            return wrap(local, mesh, placements, shape, made_of=made_of)
         if len(axes.specs) > MOST_SHAPES:
             axes.specs.clear()
             axes.outgrown = True

@@ -18,7 +18,7 @@ def convert(model: Module, layout: Layout) -> Module:
 
     Parameters, buffers, hooks and names stay. So do layers of other classes, except those called LayerNorm2d that are
     LayerNorms over channels. Parameters and buffers are broadcast from the first rank of `layout.group`. Images are cut by
-    `layout.shard`, and nobody compares them: `torchtp.parallelize` does.
+    `layout.shard`, and nobody compares their values: `torchtp.parallelize` does.
 
     Raises ValueError on all ranks where their parameters differ or are not on the layout's devices; TypeError for what
     is no module or no Layout.
