@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.upstream import DeviceMesh, DTensor
@@ -43,16 +42,25 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def note_backward(args: Any) -> None:
-    """Call where a derivative of cut tensors is computed, with these and what else there is."""
-    task = current_backward()
+def note_backward(args: Iterable[Any]) -> None:
+    """Call where a derivative of cut tensors is computed, with what it is computed of."""
+    task = torch._C._current_graph_task_id()
     if task == -1 or task in _backwards:
         return
-    mesh = next((leaf.device_mesh for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor)), None)
-    if mesh is not None:
-        if len(_backwards) >= _MOST_BACKWARDS:
-            _backwards.pop(min(_backwards), None)  # the oldest
-        _backwards[task] = weakref.ref(mesh)
+    for arg in args:
+        if isinstance(arg, DTensor):
+            if len(_backwards) >= _MOST_BACKWARDS:
+                _forget_backwards()
+            _backwards[task] = weakref.ref(arg.device_mesh)
+            return
+        if isinstance(arg, (list, tuple, dict)):
+            note_backward(arg.values() if isinstance(arg, dict) else arg)
+
+
+def _forget_backwards() -> None:
+    """The older half."""
+    for task in sorted(_backwards)[: _MOST_BACKWARDS // 2]:
+        _backwards.pop(task, None)
 
 
 def is_cut_backward() -> bool:

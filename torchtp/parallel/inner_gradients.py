@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def _install() -> None:
             return grads if mesh is None else tuple(_mean(mesh, grad) for grad in grads)
         if now is None:
             if kwargs.get("accumulate_grad"):
-                with completed_on_tensors(args[3]):
+                with completed_on_tensors(args[3]) if args[3] else nullcontext():
                     return theirs(outputs, *args, **kwargs)
             with completed(outputs, args[3]) as complete:
                 grads = theirs(outputs, *args, **kwargs)
