@@ -157,6 +157,28 @@ def _layer(draw: random.Random, x: Tensor, channels_last: bool) -> nn.Module:
     return draw.choice(choices)()
 
 
+def of_layers(
+    make: Callable[[Tensor], nn.Module], x: Tensor, wanted: int, tries: int, most_elements: int, most_channels: int
+) -> nn.Sequential:
+    """Up to `wanted` layers, each made for what those before it make of the image, in double precision."""
+    layers: list[nn.Module] = []
+    for _ in range(tries):
+        if len(layers) == wanted:
+            break
+        try:
+            layer = make(x).double()
+            with torch.no_grad():
+                made = layer(x.clone())
+        except (RuntimeError, ValueError):  # sizes that do not fit
+            continue
+        fits = 0 < made.numel() <= most_elements and made.size(1) <= most_channels
+        # of what is nothing but rounding any element may be the maximum
+        if fits and made.isfinite().all() and made.abs().max() > 1e-6:
+            layers.append(layer)
+            x = made
+    return nn.Sequential(*layers)
+
+
 def random_network(seed: int) -> tuple[nn.Sequential, Tensor]:
     """Layers and an image, in double precision; in channels_last for some seeds."""
     draw = random.Random(seed)
@@ -165,23 +187,8 @@ def random_network(seed: int) -> tuple[nn.Sequential, Tensor]:
     image = torch.randn(
         draw.choice([1, 1, 2, 3]), draw.choice([2, 3, 4]), draw.randint(1, 20), draw.randint(1, 20)
     ).double()
-    layers: list[nn.Module] = []
-    x, wanted = image, draw.randint(3, 8)
-    for _ in range(40):
-        if len(layers) == wanted:
-            break
-        try:
-            layer = _layer(draw, x, channels_last).double()
-            with torch.no_grad():
-                made = layer(x.clone())
-        except (RuntimeError, ValueError):  # sizes that do not fit
-            continue
-        fits = 0 < made.numel() <= _MOST_ELEMENTS and made.size(1) <= _MOST_CHANNELS
-        # of what is nothing but rounding any element may be the maximum
-        if fits and made.isfinite().all() and made.abs().max() > 1e-6:
-            layers.append(layer)
-            x = made
-    network: Any = nn.Sequential(*layers)
+    make = lambda x: _layer(draw, x, channels_last)  # noqa: E731
+    network: Any = of_layers(make, image, draw.randint(3, 8), 40, _MOST_ELEMENTS, _MOST_CHANNELS)
     if channels_last:
         image, network = (
             image.contiguous(memory_format=torch.channels_last),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from random_networks import Call
+from random_networks import Call, of_layers
 from torch import Tensor, nn
 
 _MOST_ELEMENTS, _MOST_CHANNELS, _NUM_LAYERS = 30000, 24, 5
@@ -158,20 +158,4 @@ def random_video(seed: int) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(seed)
     shape = draw.choice([1, 2]), draw.choice([2, 3]), draw.randint(1, 4), draw.randint(2, 11), draw.randint(2, 11)
     clip = torch.randn(shape).double()
-    layers: list[nn.Module] = []
-    x = clip
-    for _ in range(60):
-        if len(layers) == _NUM_LAYERS:
-            break
-        try:
-            layer = _layer(draw, x).double()
-            with torch.no_grad():
-                made = layer(x.clone())
-        except (RuntimeError, ValueError):  # sizes that do not fit
-            continue
-        fits = 0 < made.numel() <= _MOST_ELEMENTS and made.size(1) <= _MOST_CHANNELS
-        # of what is nothing but rounding any element may be the maximum
-        if fits and made.isfinite().all() and made.abs().max() > 1e-6:
-            layers.append(layer)
-            x = made
-    return nn.Sequential(*layers), clip
+    return of_layers(lambda x: _layer(draw, x), clip, _NUM_LAYERS, 60, _MOST_ELEMENTS, _MOST_CHANNELS), clip

@@ -52,7 +52,7 @@ class DenseList {
   DenseList(const std::vector<at::Tensor>& tensors, bool load) {
     for (const at::Tensor& tensor : tensors) list_.emplace_back(tensor, load);
     if (load || !share_memory(tensors)) return;
-    for (Dense& dense : list_) dense.keep_apart({dense.span()}, kNowhere);
+    for (Dense& dense : list_) dense.leave_tensor();
   }
   std::vector<std::byte*> outputs() const {
     std::vector<std::byte*> pointers;

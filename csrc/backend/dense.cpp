@@ -2,6 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 
 #include <optional>
@@ -23,6 +24,10 @@ void Dense::keep_apart(const std::vector<Span>& others, size_t in_place) {
     memory_ = memory_.clone();
     return;
   }
+}
+
+void Dense::leave_tensor() {
+  if (memory_.is_same(tensor_)) memory_ = at::empty_like(tensor_);
 }
 
 void Dense::store() { overwrite(tensor_, memory_); }

@@ -32,6 +32,8 @@ class Dense {
   // Goes on in a copy if it lies over one of `others` otherwise than exactly on others[in_place]: ranks read and write
   // a call's memory in no certain order, so what is written to one must not change what is read from the other.
   void keep_apart(const std::vector<Span>& others, size_t in_place);
+  // Goes on in a copy that is uninitialised, for an output that is written whole.
+  void leave_tensor();
   // Puts a copy's elements back into the tensor.
   void store();
 

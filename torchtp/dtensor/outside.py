@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchtp.dtensor.cut import axes_of
-from torchtp.dtensor.upstream import DeviceMesh, DTensor
+from torchtp.dtensor.upstream import DeviceMesh, DTensor, current_backward
 
 _state = threading.local()
 # Graph tasks in which cut tensors took part, and their mesh: one may run inside another.
@@ -37,14 +37,9 @@ def looking_out() -> Iterator[None]:
         _state.began = before
 
 
-def current_backward() -> int:
-    """The number of the backward that runs on this thread; -1 where none does."""
-    return torch._C._current_graph_task_id()
-
-
 def note_backward(args: Iterable[Any]) -> None:
     """Call where a derivative of cut tensors is computed, with what it is computed of."""
-    task = torch._C._current_graph_task_id()
+    task = current_backward()
     if task == -1 or task in _backwards:
         return
     for arg in args:

@@ -16,7 +16,7 @@ from torchtp.dtensor.parts import written
 from torchtp.dtensor.sharing import average_for_others, hand_out
 from torchtp.dtensor.sums import holds_sum, link_views, write_into_sum
 from torchtp.dtensor.tracing import traced, tracing
-from torchtp.dtensor.upstream import DTensor, Op, is_known, passthrough, taken_apart
+from torchtp.dtensor.upstream import DTensor, Op, is_known, is_plain, passthrough, taken_apart
 from torchtp.dtensor.whole import hand_in
 from torchtp.dtensor.wrapping import called
 
@@ -124,7 +124,7 @@ def install(name: str, handler: Handler) -> None:
             return traced(op, args, kwargs or {})
         note_backward((args, kwargs))
         _mind_others(args)
-        if not isinstance(args[0], DTensor) and any(map(_is_plain, pytree.tree_leaves(args[0]))):
+        if not isinstance(args[0], DTensor) and any(map(is_plain, pytree.tree_leaves(args[0]))):
             _mind_gradients(args, kwargs)
         if holds_sum(args[0]):
             result = write_into_sum(op, handler, args, kwargs or {})
@@ -183,10 +183,6 @@ def _mind_others(args: tuple[Any, ...]) -> None:
     if lead is not None:
         for tensor in plain:
             average_for_others(tensor, lead.device_mesh)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
 
 
 def install_rules() -> None:

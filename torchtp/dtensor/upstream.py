@@ -42,10 +42,12 @@ __all__ = [
     "Shard",
     "StridedShard",
     "become",
+    "current_backward",
     "forget_shapes",
     "hold",
     "in_backward",
     "is_known",
+    "is_plain",
     "local_of",
     "make_dtensor",
     "make_spec",
@@ -60,6 +62,11 @@ __all__ = [
     "suggest_memory_format",
     "travels_as_bytes",
 ]
+
+
+def is_plain(leaf: Any) -> TypeGuard[torch.Tensor]:
+    """A tensor that is no DTensor."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
 
 
 def plain_shard(placement: Placement) -> TypeGuard[Shard]:
@@ -180,9 +187,14 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh.__dict__.get("real_obj", mesh)
 
 
+def current_backward() -> int:
+    """The number of the backward that autograd's engine runs on this thread; -1 where there is none."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether autograd's engine is running a derivative on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def node_in_backward(*names: str) -> tuple[int, int, Any] | None:
@@ -190,7 +202,7 @@ def node_in_backward(*names: str) -> tuple[int, int, Any] | None:
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in names:
         return None
-    return torch._C._current_graph_task_id(), node._sequence_nr(), node
+    return current_backward(), node._sequence_nr(), node
 
 
 def is_known(op: Op) -> bool:

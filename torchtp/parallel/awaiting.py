@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from torchtp.dtensor.upstream import current_backward
+
 
 def after_backward(parameters: Iterable[torch.Tensor], call: Callable[[], None]) -> list[RemovableHandle]:
     """Have `call` called once at the end of each backward that gives one of the plain parameters a gradient."""
@@ -15,7 +17,7 @@ def after_backward(parameters: Iterable[torch.Tensor], call: Callable[[], None])
 
     def arrived(_: torch.Tensor) -> None:
         nonlocal queued
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if queued != backward:
             queued = backward
             torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchtp import _C
-from torchtp.dtensor.outside import current_backward, is_cut_backward, mesh_of_backward
+from torchtp.dtensor.outside import is_cut_backward, mesh_of_backward
 from torchtp.dtensor.sharing import share_gradient
-from torchtp.dtensor.upstream import DTensor
+from torchtp.dtensor.upstream import DTensor, current_backward, is_plain
 from torchtp.dtensor.whole import whole_gradient
 
 # The name of the group whose ranks have each a part of a parameter's gradient.
@@ -62,7 +62,7 @@ def completed(
             return tuple(given)
         for number in made:
             grad = given[number]
-            if grad is not None and (_is_plain(inputs[number]) or _is_plain(grad)):
+            if grad is not None and (is_plain(inputs[number]) or is_plain(grad)):
                 given[number] = whole_gradient(grad, mesh)
         return tuple(given)
 
@@ -83,7 +83,7 @@ def completed(
 def completed_on_tensors(inputs: Iterable[Any]) -> Iterator[None]:
     """Inside, a backward that keeps gradients in the `grad` of `inputs` keeps complete ones in what is made."""
     with ExitStack() as hooks:
-        for tensor in {id(one): one for one in inputs if _is_made(one) and _is_plain(one)}.values():
+        for tensor in {id(one): one for one in inputs if _is_made(one) and is_plain(one)}.values():
             hooks.callback(tensor.register_hook(_complete).remove)
         yield
 
@@ -100,7 +100,3 @@ def _is_made(one: torch.Tensor | GradientEdge) -> bool:
     if isinstance(one, GradientEdge):
         return not hasattr(one.node, "variable")
     return one.grad_fn is not None
-
-
-def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor)

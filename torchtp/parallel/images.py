@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils import _pytree as pytree
 
 from torchtp.dtensor.moving import Recut
-from torchtp.dtensor.upstream import local_of, make_dtensor, plain_shard, spec_of
+from torchtp.dtensor.upstream import is_plain, local_of, make_dtensor, plain_shard, spec_of
 from torchtp.dtensor.whole import Gather, Given, told_format, writable
 from torchtp.layout import Layout
 from torchtp.parallel import lazy
@@ -50,10 +50,8 @@ class Images:
                 tensors.append((f"the keywords {', '.join(map(repr, kwargs))}", torch.Size(), None))
         except ValueError as error:
             return [], str(error)
-        except (
-            RuntimeError,
-            TypeError,
-        ) as error:  # of what this rank alone may have been given: the others wait for its message
+        except (RuntimeError, TypeError) as error:
+            # Of what this rank alone may have been given: the others wait for its message.
             return [], f"an argument can't be described: {type(error).__name__}: {error}"
         return tensors, ""
 
@@ -119,11 +117,7 @@ class Images:
 
     def _num_dims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Dims of the plain tensors that are images: the most that any has."""
-        plain = (
-            leaf.dim()
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
-        )
+        plain = (leaf.dim() for leaf in pytree.tree_leaves((args, kwargs)) if is_plain(leaf))
         return max(filter(self._layout.reaches, plain), default=None)
 
     def _cut_as_images(self, leaf: DTensor, images: list[torch.Size]) -> DTensor:

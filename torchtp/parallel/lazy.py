@@ -25,6 +25,7 @@ from torchtp.dtensor.cut import full_of
 from torchtp.dtensor.registry import RULES, SPATIAL_RULES
 from torchtp.dtensor.sharing import Replicated
 from torchtp.dtensor.spatial import is_marked, on_first_mark
+from torchtp.dtensor.upstream import is_plain
 from torchtp.parallel import graph_modules
 from torchtp.parallel.canvas import Canvas, plainly
 from torchtp.parallel.remembered import remembered
@@ -363,11 +364,7 @@ def _note_written(func: Callable[..., Any], args: Sequence[Any], out: Any = None
 
 def addresses(tensors: Iterable[Any]) -> set[int]:
     """Where the memory of the plain ones begins that hold numbers which images may have made; counters and flags do not."""
-    return {
-        tensor.untyped_storage().data_ptr()
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and _is_inexact(tensor)
-    } - {0}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if is_plain(tensor) and _is_inexact(tensor)} - {0}
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

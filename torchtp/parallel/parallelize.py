@@ -22,6 +22,7 @@ from torchtp.dtensor.cut import axes_of
 from torchtp.dtensor.outside import are_averaged, looking_out
 from torchtp.dtensor.rules.fallback import take_custom_ops
 from torchtp.dtensor.sharing import complete_given
+from torchtp.dtensor.upstream import is_plain
 from torchtp.dtensor.wrapping import forget_outgrown
 from torchtp.gradients import GradientReducer, complaint_of_options
 from torchtp.layout import Layout, check_types
@@ -34,7 +35,7 @@ from torchtp.parallel.equality import Written, make_equal, tensors_of, weakly
 from torchtp.parallel.images import Images, Output, is_image
 from torchtp.parallel.refusals import refuse_ended, refuse_transforms
 from torchtp.parallel.root import STATE, is_parallelized, root_class
-from torchtp.parallel.running import is_inside, is_recomputing, running
+from torchtp.parallel.running import is_inside, is_recomputing, running, runs
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -134,7 +135,6 @@ class _State:
         self._comparisons = Comparisons(layout)
         self.forward: Any = None  # what was put in the place of the class's own, on this module alone
         self.under_way: Any = None  # the same while it runs
-        self._runs = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         copied = _State(self.layout, self._output, self._reduces)  # the copy reduces its own gradients
@@ -218,15 +218,14 @@ class _State:
             inner_gradients.averaged(self.layout.spatial_mesh, self._composition.parameters),
             looking_out(),
             lazy.given_back_buffers(parts) as buffers,
-            running() as written,
+            running(self) as written,
             self._written.watched(module, written),
-            self._running(),
         ):
             outputs = forward(*arguments.args, **arguments.kwargs)
         self._written.note(module, lazy.settle_buffers(buffers))
         if self.layout.num_shards > 1:
             for leaf in pytree.tree_leaves(outputs):
-                if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                if is_plain(leaf):
                     complete_given(leaf, self.layout.spatial_mesh)
         outputs, contents = arguments.settle(outputs, lambda nested: self._images.give(nested, tensors))
         if reducer is not None:
@@ -235,18 +234,10 @@ class _State:
                     reducer.watch(leaf)
         return outputs
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        before, self._runs = self._runs, True
-        try:
-            yield
-        finally:
-            self._runs = before
-
     def _is_recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a checkpoint around this module runs it again, with whole images, for a gradient that a forward takes itself."""
         return is_recomputing() and (
-            self._runs or not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+            runs(self) or not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs)))
         )
 
     def reducer(self, module: nn.Module) -> GradientReducer | None:

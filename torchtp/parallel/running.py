@@ -5,28 +5,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchtp.dtensor.outside import current_backward
 from torchtp.dtensor.registry import words
-from torchtp.dtensor.upstream import in_backward
+from torchtp.dtensor.upstream import current_backward, in_backward
 
-_state = threading.local()
 _OPERATORS = words("iadd isub imul itruediv idiv ifloordiv imod ipow iand ior ixor ilshift irshift")
 
 
+class _Run(NamedTuple):
+    """A forward that runs."""
+
+    outer: _Run | None
+    by: object
+    written: set[int]
+    backward: int  # that it runs in
+
+
+class _State(threading.local):
+    run: _Run | None = None  # the innermost
+
+
+_state = _State()
+
+
 @contextmanager
-def running() -> Iterator[set[int]]:
-    """Inside, the parameters of prepared modules are Lazy (on this thread).
+def running(by: object = None) -> Iterator[set[int]]:
+    """Inside, the parameters of prepared modules are Lazy (on this thread). `by` is what runs a forward.
 
     Gives the addresses of the memory of what is written through them: of parameters and buffers, and of others made of them.
     """
-    before = getattr(_state, "depth", 0), getattr(_state, "written", None), getattr(_state, "backward", -1)
-    _state.depth, _state.written, _state.backward = before[0] + 1, set(), current_backward()
+    outer = _state.run
+    _state.run = run = _Run(outer, by, set(), current_backward())
     try:
-        yield _state.written
+        yield run.written
     finally:
-        _state.depth, _state.written, _state.backward = before
+        _state.run = outer
 
 
 def is_running() -> bool:
@@ -36,18 +50,26 @@ def is_running() -> bool:
 
 def is_inside() -> bool:
     """Whether a parallelized forward runs on this thread."""
-    return getattr(_state, "depth", 0) > 0
+    return _state.run is not None
+
+
+def runs(by: object) -> bool:
+    """Whether one that runs on this thread is run by that."""
+    run = _state.run
+    while run is not None and run.by is not by:
+        run = run.outer
+    return run is not None
 
 
 def is_recomputing() -> bool:
     """Whether a gradient that the parallelized forward on this thread takes itself runs a piece again, for a checkpoint in or around it."""
-    return is_inside() and current_backward() not in (-1, _state.backward)
+    run = _state.run
+    return run is not None and current_backward() not in (-1, run.backward)
 
 
 def written_now() -> set[int] | None:
     """What the `running` around gives, if there is one."""
-    written: set[int] | None = getattr(_state, "written", None)
-    return written
+    return None if _state.run is None else _state.run.written
 
 
 def writes(func: Callable[..., Any]) -> bool:

@@ -26,6 +26,7 @@ from torchtp.dtensor.upstream import (
     StridedShard,
     is_composite,
     is_of_lists,
+    is_plain,
     local_of,
     on_plain,
     one_by_one,
@@ -226,7 +227,7 @@ def unruled(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         isinstance(p, Replicate) for leaf in leaves if isinstance(leaf, DTensor) for p in spec_of(leaf).placements
     )
     if op._schema.is_mutable:
-        mixed = any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() for leaf in leaves)
+        mixed = any(is_plain(leaf) and leaf.dim() for leaf in leaves)
         gives_others = all(returned.alias_info is None for returned in op._schema.returns)
         takes = whole and (gives_others or _gives_what_it_wrote(op))
         if not (takes and mixed):

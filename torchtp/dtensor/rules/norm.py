@@ -12,7 +12,17 @@ from torchtp.dtensor.registry import bound, named_arguments, rule
 from torchtp.dtensor.rules.fallback import unruled
 from torchtp.dtensor.sharing import hand_out, hand_out_alike, local_as
 from torchtp.dtensor.spatial import arrange, is_marked, mark
-from torchtp.dtensor.upstream import DeviceMesh, DTensor, Op, Replicate, Shard, in_backward, local_of, plain_shard
+from torchtp.dtensor.upstream import (
+    DeviceMesh,
+    DTensor,
+    Op,
+    Replicate,
+    Shard,
+    in_backward,
+    is_plain,
+    local_of,
+    plain_shard,
+)
 from torchtp.dtensor.wrapping import parameter_gradient, wrap
 
 ops = torch.ops.torchtp
@@ -129,7 +139,7 @@ def group_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local, mesh, placements = arrange(op, input, _not_channels, nested=True)
     _mark(mesh, placements)
     for parameter in (weight, bias):
-        if isinstance(parameter, torch.Tensor) and not isinstance(parameter, DTensor):
+        if is_plain(parameter):
             hand_out(parameter)  # autograd takes its first derivative apart too, where the second is wanted
     output, mean, rstd = ops.group_norm(
         local, plain(weight), plain(bias), num_groups, eps, _image_groups(mesh, placements)

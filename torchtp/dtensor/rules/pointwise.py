@@ -30,6 +30,7 @@ from torchtp.dtensor.upstream import (
     Shard,
     in_backward,
     is_composite,
+    is_plain,
     local_of,
     node_in_backward,
     passthrough,
@@ -355,7 +356,7 @@ on_first_mark(_take_zeros)
 
 
 def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    (whole,) = (arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor))
+    (whole,) = (arg for arg in args if is_plain(arg))
     (cut,) = (arg for arg in args if isinstance(arg, DTensor))
     mesh = cut.device_mesh
     is_zero = not whole.is_meta and not whole.any()
