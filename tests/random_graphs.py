@@ -27,11 +27,11 @@ class RandomGraph(nn.Module):
         self.steps: list[tuple[Call, int, int]] = []
         self.noise = 0.0  # of each step, relative: what depends on rounding shows
         with torch.no_grad():
-            tensors = self._begin(image)
+            tensors = self.begin(image)
             for _ in range(draw.randint(3, 14)):
                 self._take_step(draw, tensors)
 
-    def _begin(self, image: Tensor) -> list[Tensor]:
+    def begin(self, image: Tensor) -> list[Tensor]:
         y = self.norm(self.embed(image))
         return [y, y * self.gain]
 
@@ -51,11 +51,14 @@ class RandomGraph(nn.Module):
             self.steps.append((call, of, other))
             tensors.append(made)
 
-    def forward(self, image: Tensor) -> Tensor:
-        tensors = self._begin(image)
-        for call, of, other in self.steps:
+    def go_on(self, tensors: list[Tensor], steps: list[tuple[Call, int, int]]) -> None:
+        for call, of, other in steps:
             made = call(tensors[of], tensors[other])
             tensors.append(made * (1 + self.noise * torch.rand_like(made)) if self.noise else made)
+
+    def forward(self, image: Tensor) -> Tensor:
+        tensors = self.begin(image)
+        self.go_on(tensors, self.steps)
         return torch.stack([(t * t).mean() + t.mean() for t in tensors])
 
 
