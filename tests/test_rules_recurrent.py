@@ -177,3 +177,40 @@ def run_packed(kind, axes):
 @pytest.mark.filterwarnings("ignore::torchtp.GatherWarning")
 def test_packed_sequences(kind, axes):
     assert all(run_ranks(run_packed, 2 * len(axes), kind, axes))
+
+
+class OfColumns(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.features = torch.nn.Conv2d(1, 6, 3, padding=1)
+        self.rnn = kind(6, 5, 2, bidirectional=True)
+
+    def forward(self, x):
+        return self.rnn(self.features(x).permute(3, 0, 2, 1).flatten(1, 2))[0]
+
+
+def step_under_autocast(network, image, forward, backward):
+    network.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+        output = network(image)
+    with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+        output.float().square().sum().backward()
+    return [output.detach(), *(parameter.grad for parameter in network.parameters())]
+
+
+def run_under_autocast(kind, forward, backward):
+    torch.manual_seed(0)
+    network, image = OfColumns(kind), torch.randn(2, 1, 8, 12)
+    expected = step_under_autocast(network, image, forward, backward)
+    got = step_under_autocast(
+        torchtp.parallelize(network, make_layout({"w": 2}), output="full"), image, forward, backward
+    )
+    for mine, reference in zip(got, expected, strict=True):
+        assert mine.dtype == reference.dtype
+        assert (mine - reference).norm() < 0.05 * reference.norm()
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("forward, backward", [(True, False), (True, True), (False, True)])
+def test_under_autocast(kind, forward, backward):
+    run_ranks(run_under_autocast, 2, kind, forward, backward)

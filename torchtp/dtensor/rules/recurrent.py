@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ class _Plan:
     num_states: int
     is_lstm: bool  # whose states are a list
     options: tuple[Any, ...]
+    as_called: Callable[[], AbstractContextManager[Any]]  # under the caller's autocast: backward runs the op again
 
     def arguments(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         """Those of the op, of a sequence, its states and parameters in a row."""
@@ -67,7 +71,8 @@ class Recurrent(Function):
     def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.plan = plan
-        output, *states = plan.op(*plan.arguments(plan.parts(tensors)))
+        with plan.as_called():
+            output, *states = plan.op(*plan.arguments(plan.parts(tensors)))
         batch = tensors[0].shape
         shape = torch.Size([*batch[:2], output.size(-1)])
         num = batch[0 if plan.options[-1] else 1]
@@ -82,7 +87,7 @@ class Recurrent(Function):
         if torch.is_grad_enabled():
             return None, *_derivable(plan, tensors, grads, ctx.needs_input_grad[1:])
         parts = [part.detach().requires_grad_() for part in plan.parts(tensors)]
-        with torch.enable_grad():
+        with torch.enable_grad(), plan.as_called():
             results = plan.op(*plan.arguments(parts))
         given = [local_as(grad, plan.mesh, place) for grad, place in zip(grads, plan.placements, strict=True)]
         of_parts = torch.autograd.grad(results, parts, given)
@@ -98,9 +103,18 @@ def _derivable(plan: _Plan, tensors: tuple[Any, ...], grads: tuple[Any, ...], ne
     """The gradients made of ops that can be derived again."""
     tensors = tuple(map(torch.ops.aten.alias, tensors))
     wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
-    results = taken_apart(plan.op, plan.arguments(list(tensors)), {})
+    with plan.as_called():
+        results = taken_apart(plan.op, plan.arguments(list(tensors)), {})
     found = iter(torch.autograd.grad(results, wanted, [on_mesh(grad, plan.mesh) for grad in grads], create_graph=True))
     return [next(found) if needs else None for needs in needed]
+
+
+def _autocast(kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    """That of now, to enter again; casts of parameters, which have no derivatives here, are not kept for other ops to find."""
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext
+    dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
 
 
 def _of_batch(op: Op, input: DTensor, batch: int) -> Placements:
@@ -136,7 +150,8 @@ def _recurrent(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     batch = 0 if batch_first else 1
     sequences = _of_batch(op, input, batch)
     of_states = tuple(Shard(1) if plain_shard(place) else place for place in sequences)
-    plan = _Plan(op, input.device_mesh, sequences, of_states, len(states), is_lstm, tuple(options))
+    as_called = _autocast(input.device.type)
+    plan = _Plan(op, input.device_mesh, sequences, of_states, len(states), is_lstm, tuple(options), as_called)
     return Recurrent.apply(plan, Recut.apply(input, sequences), *states, *parameters)
 
 
