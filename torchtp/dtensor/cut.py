@@ -17,6 +17,7 @@ from torchtp.dtensor.upstream import (
     Replicate,
     Shard,
     StridedShard,
+    forget_shapes,
     local_of,
     plain_shard,
     real_mesh,
@@ -61,6 +62,7 @@ class Axes:
 MOST_SHAPES = 4096  # of which something is remembered: masks and detectors make other ones all the time
 _ATTRIBUTE = "_torchtp_axes"
 _spatial: dict[int, set[int]] = {}
+_ranks: dict[int, tuple[int, ...]] = {}  # this process's, on the last mesh of that hash
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
@@ -77,6 +79,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
             _spatial.setdefault(hash(mesh), set()),
         )
         setattr(mesh, _ATTRIBUTE, axes)
+        # Meshes are equal whichever of their ranks this process is, and PyTorch remembers sizes of parts by mesh: of another
+        # rank's parts, after groups have ended and begun again with other numbers.
+        if _ranks.setdefault(hash(mesh), axes.ranks) != axes.ranks:
+            _ranks[hash(mesh)] = axes.ranks
+            forget_shapes()
     return axes
 
 
