@@ -198,19 +198,18 @@ def step_under_autocast(network, image, forward, backward):
     return [output.detach(), *(parameter.grad for parameter in network.parameters())]
 
 
-def run_under_autocast(kind, forward, backward):
+def run_under_autocast(kind, forward, backward, axes):
     torch.manual_seed(0)
-    network, image = OfColumns(kind), torch.randn(2, 1, 8, 12)
+    network, image = OfColumns(kind), torch.randn(1, 1, 4, 12)  # four sequences: of three ranks one has none
     expected = step_under_autocast(network, image, forward, backward)
-    got = step_under_autocast(
-        torchtp.parallelize(network, make_layout({"w": 2}), output="full"), image, forward, backward
-    )
+    got = step_under_autocast(torchtp.parallelize(network, make_layout(axes), output="full"), image, forward, backward)
     for mine, reference in zip(got, expected, strict=True):
         assert mine.dtype == reference.dtype
         assert (mine - reference).norm() < 0.05 * reference.norm()
 
 
+@pytest.mark.parametrize("axes", [{"w": 2}, {"w": 3}], ids=str)
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 @pytest.mark.parametrize("forward, backward", [(True, False), (True, True), (False, True)])
-def test_under_autocast(kind, forward, backward):
-    run_ranks(run_under_autocast, 2, kind, forward, backward)
+def test_under_autocast(kind, forward, backward, axes):
+    run_ranks(run_under_autocast, axes["w"], kind, forward, backward, axes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -45,10 +45,28 @@ class _Plan:
     options: tuple[Any, ...]
     as_called: Callable[[], AbstractContextManager[Any]]  # under the caller's autocast: backward runs the op again
 
-    def arguments(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    @property
+    def batch(self) -> int:
+        """The dim of the sequences that is their number."""
+        return 0 if self.options[-1] else 1
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Those of the op, of a sequence, its states and parameters in a row."""
         states, parameters = tensors[1 : 1 + self.num_states], tensors[1 + self.num_states :]
         return tensors[0], states if self.is_lstm else states[0], parameters, *self.options
+
+    def results(self, parts: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+        """Of this rank's parts of `number` sequences: where they are none of one of zeros, for of none it may have another dtype."""
+        dims = [self.batch, *[1] * self.num_states]
+        is_made_up = number > 0 and parts[0].size(self.batch) == 0
+        if is_made_up:
+            made_up = [_with_one(part, dim) for part, dim in zip(parts, dims, strict=False)]
+            parts = [*made_up, *parts[len(made_up) :]]
+        with self.as_called():
+            results = self.op(*self.arguments(parts))
+        if is_made_up:
+            results = [result.narrow(dim, 0, 0) for result, dim in zip(results, dims, strict=True)]
+        return list(results)
 
     @property
     def placements(self) -> list[Placements]:
@@ -71,11 +89,9 @@ class Recurrent(Function):
     def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[DTensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.plan = plan
-        with plan.as_called():
-            output, *states = plan.op(*plan.arguments(plan.parts(tensors)))
-        batch = tensors[0].shape
-        shape = torch.Size([*batch[:2], output.size(-1)])
-        num = batch[0 if plan.options[-1] else 1]
+        whole, num = tensors[0].shape, tensors[0].size(plan.batch)
+        output, *states = plan.results(plan.parts(tensors), num)
+        shape = torch.Size([*whole[:2], output.size(-1)])
         return (
             wrap(output, plan.mesh, plan.sequences, shape),
             *(wrap(state, plan.mesh, plan.states, torch.Size([state.size(0), num, state.size(2)])) for state in states),
@@ -87,8 +103,8 @@ class Recurrent(Function):
         if torch.is_grad_enabled():
             return None, *_derivable(plan, tensors, grads, ctx.needs_input_grad[1:])
         parts = [part.detach().requires_grad_() for part in plan.parts(tensors)]
-        with torch.enable_grad(), plan.as_called():
-            results = plan.op(*plan.arguments(parts))
+        with torch.enable_grad():
+            results = plan.results(parts, tensors[0].size(plan.batch))
         given = [local_as(grad, plan.mesh, place) for grad, place in zip(grads, plan.placements, strict=True)]
         of_parts = torch.autograd.grad(results, parts, given)
         cut = [
@@ -104,9 +120,14 @@ def _derivable(plan: _Plan, tensors: tuple[Any, ...], grads: tuple[Any, ...], ne
     tensors = tuple(map(torch.ops.aten.alias, tensors))
     wanted = [tensor for tensor, needs in zip(tensors, needed, strict=True) if needs]
     with plan.as_called():
-        results = taken_apart(plan.op, plan.arguments(list(tensors)), {})
+        results = taken_apart(plan.op, plan.arguments(tensors), {})
     found = iter(torch.autograd.grad(results, wanted, [on_mesh(grad, plan.mesh) for grad in grads], create_graph=True))
     return [next(found) if needs else None for needs in needed]
+
+
+def _with_one(part: torch.Tensor, dim: int) -> torch.Tensor:
+    shape = [1 if d == dim else extent for d, extent in enumerate(part.shape)]
+    return torch.cat([part, part.new_zeros(shape)], dim)
 
 
 def _autocast(kind: str) -> Callable[[], AbstractContextManager[Any]]:
