@@ -132,12 +132,31 @@ class OneOfThem(Registered, name="one"):
     pass
 
 
+class Locked(Scaled):
+    def __setattr__(self, name, value):
+        if "scale" in self._parameters:
+            raise AttributeError(f"locked: {name}")
+        super().__setattr__(name, value)
+
+
+class HandsOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Scaled()
+
+    def __setattr__(self, name, value):
+        if "inner" in self.__dict__.get("_modules", {}):
+            return setattr(self.inner, name, value)
+        return super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 def _other_bases(kind):
     layout = make_layout({"w": 2})
-    script = lambda: torch.jit.script(Scaled())  # noqa: E731
-    inner = {"abstract": AbstractFirst, "generic": GenericFirst, "registered": OneOfThem, "script": script}[kind]
     models = []
-    for make in (Scaled, inner):
+    for make in (Scaled, (lambda: torch.jit.script(Scaled())) if kind == "script" else kind):
         torch.manual_seed(4)
         models.append(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), make(), nn.Conv2d(2, 1, 3, padding=1)).double())
     single, model = models
@@ -151,7 +170,7 @@ def _other_bases(kind):
         torch.testing.assert_close(*(loss_of(each(make_images(1, 2))) for each in (copy.deepcopy(model), model)))
 
 
-@pytest.mark.parametrize("kind", ["abstract", "generic", "registered", "script"])
+@pytest.mark.parametrize("kind", [AbstractFirst, GenericFirst, OneOfThem, Locked, HandsOn, "script"])
 def test_modules_of_other_classes_than_module_alone(kind):
     run_ranks(_other_bases, 2, kind)
 

@@ -62,7 +62,7 @@ class Axes:
 MOST_SHAPES = 4096  # of which something is remembered: masks and detectors make other ones all the time
 _ATTRIBUTE = "_torchtp_axes"
 _spatial: dict[int, set[int]] = {}
-_ranks: dict[int, tuple[int, ...]] = {}  # this process's, on the last mesh of that hash
+_last: dict[int, tuple[object, ...]] = {}  # this process's ranks, and the groups, of the last mesh of that hash
 
 
 def axes_of(mesh: DeviceMesh) -> Axes:
@@ -79,10 +79,11 @@ def axes_of(mesh: DeviceMesh) -> Axes:
             _spatial.setdefault(hash(mesh), set()),
         )
         setattr(mesh, _ATTRIBUTE, axes)
-        # Meshes are equal whichever of their ranks this process is, and PyTorch remembers sizes of parts by mesh: of another
-        # rank's parts, after groups have ended and begun again with other numbers.
-        if _ranks.setdefault(hash(mesh), axes.ranks) != axes.ranks:
-            _ranks[hash(mesh)] = axes.ranks
+        # Meshes of the same ranks are equal, and PyTorch remembers by them specs, with the mesh that came first, and sizes of
+        # parts: of groups, and of this process's rank, that may be no more.
+        now = axes.ranks, axes.groups
+        if _last.setdefault(hash(mesh), now) != now:
+            _last[hash(mesh)] = now
             forget_shapes()
     return axes
 

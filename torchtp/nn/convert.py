@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from torchtp.layout import Layout, check_types
-from torchtp.parallel import equality
+from torchtp.parallel import classes, equality
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -31,7 +31,7 @@ def convert(model: Module, layout: Layout) -> Module:
         if variant is None and type(module).__name__ == "LayerNorm2d" and isinstance(module, nn.LayerNorm):
             variant = variants[_LayerNorm2d]
         if variant is not None:
-            module.__class__ = variant  # type: ignore[assignment]
+            classes.become(module, variant)
     return model
 
 

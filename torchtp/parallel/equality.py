@@ -91,7 +91,7 @@ def make_equal(
     complaint = complaint or next(
         (
             f"{name} lives on {tensor.device}, but the mesh is one of {layout.mesh.device_type} devices: move the "
-            f"module with .to({str(layout.device)!r}) first"
+            f"module with .{'to_empty(device=' if tensor.is_meta else 'to('}{str(layout.device)!r}) first"
             for name, tensor in named
             if tensor.device.type != layout.mesh.device_type
         ),

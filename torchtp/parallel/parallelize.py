@@ -26,7 +26,7 @@ from torchtp.dtensor.upstream import is_plain
 from torchtp.dtensor.wrapping import forget_outgrown
 from torchtp.gradients import GradientReducer, complaint_of_options
 from torchtp.layout import Layout, check_types
-from torchtp.parallel import inner_gradients, lazy, randomness, sync_batch_norm
+from torchtp.parallel import classes, inner_gradients, lazy, randomness, sync_batch_norm
 from torchtp.parallel.agreement import Call
 from torchtp.parallel.awaiting import after_backward
 from torchtp.parallel.comparisons import Comparisons, is_due
@@ -88,7 +88,7 @@ def parallelize(
     state.equal = weakly(tensor for _, tensor in tensors_of(module))
     state.forward = module.__dict__.pop("forward", None)
     object.__setattr__(module, STATE, state)
-    lazy.reclass(module, root_class)
+    classes.reclass(module, root_class)
     state.await_gradients(module)
     return module
 

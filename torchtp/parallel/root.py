@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from torchtp.parallel import lazy
+from torchtp.parallel import classes
 from torchtp.parallel.refusals import refuse_script
 
 STATE = "_torchtp"  # the attribute that holds what a parallelized module carries
 
 
-class Root(lazy.Remade):
+class Root(classes.Remade):
     """Marks the class of a parallelized module."""
 
     __slots__ = ()
@@ -29,7 +29,7 @@ def root_class(base: type[nn.Module]) -> type[nn.Module]:
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, *args, **kwargs)
         if type(self) is made:  # another one, made by this one's type: a teacher, a slice of a Sequential
-            self.__class__ = lazy.origin_of(made)
+            classes.become(self, classes.origin_of(made))
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -82,5 +82,5 @@ def root_class(base: type[nn.Module]) -> type[nn.Module]:
         "__init__": initialize,
         "__prepare_scriptable__": lambda self: refuse_script(),
     }
-    made = lazy.remade(base, (Root,), members, root_class)
+    made = classes.remade(base, (Root,), members, root_class)
     return made

@@ -15,7 +15,7 @@ from torchtp.dtensor.spatial import is_marked, local_part
 from torchtp.dtensor.upstream import plain_shard
 from torchtp.dtensor.wrapping import from_part
 from torchtp.layout import Layout
-from torchtp.parallel import lazy
+from torchtp.parallel import classes, lazy
 from torchtp.parallel.remembered import remembered
 
 _GROUP = "_torchtp_data_group"
@@ -31,7 +31,7 @@ def prepare(root: nn.Module, layout: Layout) -> None:
         if isinstance(module, nn.SyncBatchNorm):
             object.__setattr__(module, _GROUP, _data_group(name, module, layout))
             if not isinstance(module, _Synchronized):
-                module.__class__ = _synchronized(cast(Any, type(module)))
+                classes.become(module, _synchronized(cast(Any, type(module))))
 
 
 def _data_group(name: str, module: nn.SyncBatchNorm, layout: Layout) -> str | None:
@@ -52,7 +52,7 @@ def _data_group(name: str, module: nn.SyncBatchNorm, layout: Layout) -> str | No
     )
 
 
-class _Synchronized(nn.SyncBatchNorm, lazy.Remade):
+class _Synchronized(nn.SyncBatchNorm, classes.Remade):
     """Stands between SyncBatchNorm and what people derive from it, whose forward may do more (timm's has an activation)."""
 
     __slots__ = ()
@@ -65,7 +65,7 @@ class _Synchronized(nn.SyncBatchNorm, lazy.Remade):
 
 @remembered
 def _synchronized(base: type[nn.SyncBatchNorm]) -> type:
-    return lazy.remade(base, (_Synchronized,), {}, _synchronized)
+    return classes.remade(base, (_Synchronized,), {}, _synchronized)
 
 
 def _normed(module: nn.SyncBatchNorm, input: DTensor) -> DTensor:

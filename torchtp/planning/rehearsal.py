@@ -38,7 +38,7 @@ from torchtp.dtensor import mark, notice
 from torchtp.dtensor.cut import cut_locally
 from torchtp.dtensor.upstream import Op, in_backward, plain_shard, spec_of
 from torchtp.dtensor.wrapping import wrap
-from torchtp.parallel import lazy
+from torchtp.parallel import classes, lazy
 from torchtp.parallel.images import cut_as_images
 from torchtp.parallel.randomness import outside_torch
 from torchtp.parallel.remembered import remembered
@@ -272,7 +272,7 @@ def rehearse(
     lazy.prepare(module)
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
-            part.__class__ = _alone_norm(cast(Any, type(part)))
+            classes.become(part, _alone_norm(cast(Any, type(part))))
     modules = _Modules(module)
     images = [torch.empty(tuple(shape), dtype=dtype, device=_META) for shape in shapes]
     parameters = [parameter.detach() for parameter in module.parameters()]
@@ -304,7 +304,7 @@ def rehearse(
     return counts
 
 
-class _AloneNorm(nn.SyncBatchNorm, lazy.Remade):
+class _AloneNorm(nn.SyncBatchNorm, classes.Remade):
     """Of the images there are: SyncBatchNorm itself asks for a device where the caller has process groups."""
 
     __slots__ = ()
@@ -313,7 +313,7 @@ class _AloneNorm(nn.SyncBatchNorm, lazy.Remade):
 
 @remembered
 def _alone_norm(base: type[nn.SyncBatchNorm]) -> type:
-    return lazy.remade(base, (_AloneNorm,), {}, _alone_norm)
+    return classes.remade(base, (_AloneNorm,), {}, _alone_norm)
 
 
 def _cut(image: Tensor, mesh: DeviceMesh, dims: Mapping[str, int]) -> DTensor:
