@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -288,19 +289,21 @@ def test_groups_of_gradients_are_made_in_the_order_of_models():
 
 
 def _lives_with_other_ranks():
-    """Meshes of later lives are equal to those of the first, but this process holds another part."""
+    """Meshes of later lives are equal to those of the first, but this process holds another part, and groups have other names."""
     store, rank, size = next(dist.rendezvous("env://"))
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(2, 1, 5, 4, generator=generator, dtype=torch.float64)
+    image = torch.randn(2, 1, 5, 5, generator=generator, dtype=torch.float64)
     weights = [torch.ones(1, 1, 1, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     for life in range(size):
         dist.init_process_group(
-            "torchtp", store=dist.PrefixStore(str(life), store), rank=(rank + life) % size, world_size=size
+            "torchtp", store=dist.PrefixStore(str(life), store), rank=(rank + life // 2) % size, world_size=size
         )
-        layout = Layout(_mesh(h=size), {"h": -2})
+        for _ in range(life):
+            dist.new_group()
+        layout = Layout(_mesh(h=2, w=size // 2), {"h": -2, "w": -1})
         for weight, x in zip(weights, (layout.shard(image), image), strict=True):
             weight.grad = None
-            y = (x * weight).tanh()
+            y = F.max_pool2d((x * weight).tanh(), 3, 1, 1)
             (y.sum((2, 3)).square().sum() + y.mean().sin() + y.flatten(1).sum(1).cos().sum()).backward()
         dist.all_reduce(weights[0].grad)  # of each rank its contribution to the mean
         torch.testing.assert_close(weights[0].grad / size, weights[1].grad, rtol=1e-12, atol=1e-12)
@@ -308,4 +311,4 @@ def _lives_with_other_ranks():
 
 
 def test_processes_may_begin_again_with_other_ranks():
-    run_ranks(_lives_with_other_ranks, 3, backend=None)
+    run_ranks(_lives_with_other_ranks, 4, backend=None)
