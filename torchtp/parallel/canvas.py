@@ -54,6 +54,11 @@ class Canvas(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:  # its inputs are what the graph was made of
+            if any(kind not in (Canvas, DTensor, torch.Tensor) for kind in types):
+                return NotImplemented
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if any(kind not in (Canvas, torch.Tensor) for kind in types):  # theirs to decide: to them it is a plain tensor
             return _on_plain(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -28,9 +28,9 @@ def reclass(module: nn.Module, make: Callable[..., type], *arguments: Any) -> No
     become(module, made)
 
 
-def become(module: Any, made: type) -> None:
-    """Not by the module's own `__setattr__`, which may refuse, or hand on to a part what it is given."""
-    object.__setattr__(module, "__class__", made)
+def become(one: Any, made: type) -> None:
+    """Not by a module's own `__setattr__`, which may refuse, or hand on to a part what it is given."""
+    object.__setattr__(one, "__class__", made)
 
 
 def parametrized(module: nn.Module) -> list[str]:

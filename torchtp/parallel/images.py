@@ -95,7 +95,7 @@ class Images:
 
         def give(leaf: Any) -> Any:
             if not isinstance(leaf, DTensor):
-                return lazy.unwrap(leaf)
+                return lazy.given_out(leaf)
             if self._output == "full":
                 return writable(Gather.apply(leaf))
             leaf = self._cut_as_images(leaf, images)

@@ -87,8 +87,8 @@ class Lazy(torch.Tensor):
             if kwargs.get("out") is not None:
                 _note_written(func, [], _unlazy(kwargs["out"]))
             if partner is None:
-                plain = _each(_unlazy, args)
-                result = func(*plain, **_each(_unlazy, kwargs))
+                plain = _each(_itself, args)
+                result = func(*plain, **_each(_itself, kwargs))
                 _note_written(func, plain)
                 return args[0] if plain and result is plain[0] else _each(_lazy, result)
             if func == _SET_DATA and partner is not args[0]:  # what is cut has no place in a parameter or a buffer
@@ -97,10 +97,10 @@ class Lazy(torch.Tensor):
                 _note_written(func, plain)
                 return None
             if func is torch.autograd.grad:  # its inputs are what the graph was made of
-                return func(*_each(_unlazy, args), **_each(_unlazy, kwargs))
+                return func(*_each(_itself, args), **_each(_itself, kwargs))
             if writes(func):
-                plain = _each(_unlazy, args)
-                written = func(*plain, **_each(_unlazy, kwargs))
+                plain = _each(_itself, args)
+                written = func(*plain, **_each(_itself, kwargs))
                 _note_written(func, plain)
                 return args[0] if written is not None else None
             if func in _TAKES_PLAIN and not _is_made(args, kwargs):
@@ -165,6 +165,15 @@ def unwrap(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: plainly(_unlazy(leaf)), value)
 
 
+def given_out(value: Any) -> Any:
+    """A tensor that leaves a forward as a plain one, of the graph that has used it: hooks put on it afterwards see its whole gradient."""
+    value = _itself(value)
+    if isinstance(value, Lazy):
+        value.__dict__.pop(_ORIGIN, None)
+        classes.become(value, torch.Tensor)
+    return plainly(value)
+
+
 class _Prepared(classes.Remade):
     __slots__ = ()
 
@@ -206,16 +215,25 @@ def alias(name: str) -> property:
 def _lazy(value: Any) -> Any:
     if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer) or value.layout is not torch.strided:
         return value
-    made = value.as_subclass(Lazy)
+    if value.requires_grad or torch.is_grad_enabled():
+        made = value.as_subclass(Lazy)
+    else:  # no view, which as what an autograd.Function gives could not be written into
+        made = torch.Tensor._make_subclass(Lazy, value)
     made.__dict__[_ORIGIN] = value
     return made
 
 
-def _unlazy(value: Any) -> Any:
+def _itself(value: Any) -> Any:
+    """What `value` stands for; what an autograd.Function made is itself, as its hooks and its place in the graph are."""
     if not isinstance(value, Lazy):
         return value
     origin = value.__dict__.get(_ORIGIN)
-    return value.as_subclass(torch.Tensor) if origin is None or _has_history_of_its_own(value, origin) else origin
+    return value if origin is None or _has_history_of_its_own(value, origin) else origin
+
+
+def _unlazy(value: Any) -> Any:
+    itself = _itself(value)
+    return itself.as_subclass(torch.Tensor) if isinstance(itself, Lazy) else itself
 
 
 def _has_history_of_its_own(value: Lazy, origin: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from torchtp.dtensor.cut import Placements, axes_of, cut_locally, full_of
 from torchtp.dtensor.moving import gathers, recut
 from torchtp.dtensor.nesting import is_nested, takes_nested
 from torchtp.dtensor.registry import Handler, install, spatial_rule, words
-from torchtp.dtensor.sharing import hand_out, share_of
+from torchtp.dtensor.sharing import hand_out
 from torchtp.dtensor.spatial import on_first_mark
 from torchtp.dtensor.sums import sum_done
 from torchtp.dtensor.upstream import (
@@ -368,5 +368,5 @@ def _accumulate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # hook that hands this one out makes the same of the mean.
     if is_for_subclass(cut):
         return op(contributed(whole, mesh), cut)
-    plain = full_of(cut) if made else share_of(cut)
+    plain = full_of(cut)  # its own mean; no share, for people's own code may look at the sum
     return op(*(plain if arg is cut else arg for arg in args), **kwargs)
