@@ -20,16 +20,23 @@ class RandomGraph(nn.Module):
 
     def __init__(self, draw: random.Random, image: Tensor):
         super().__init__()
+        self.make_parts(image)
+        self.steps: list[tuple[Call, int, int]] = []
+        self.noise = 0.0  # of each step, relative: what depends on rounding shows
+        tensors = self.begin(image)
+        for _ in range(draw.randint(3, 14)):
+            self._take_step(draw, tensors)
+        self.num_tensors = len(tensors)
+
+    def make_parts(self, image: Tensor) -> None:
         self.embed, self.norm = nn.Conv2d(2, CHANNELS, 3, padding=1).to(image), nn.BatchNorm2d(CHANNELS).to(image)
         nn.init.uniform_(self.norm.weight, 0.5, 1.5)
         nn.init.uniform_(self.norm.bias, 0.1, 0.6)  # so that no mean is nothing but rounding
         self.gain = nn.Parameter(torch.rand(CHANNELS, 1, 1).to(image) + 0.2)
-        self.steps: list[tuple[Call, int, int]] = []
-        self.noise = 0.0  # of each step, relative: what depends on rounding shows
-        with torch.no_grad():
-            tensors = self.begin(image)
-            for _ in range(draw.randint(3, 14)):
-                self._take_step(draw, tensors)
+
+    def ways(self) -> dict[Callable[[random.Random, Tensor], Call], int]:
+        """Which steps there are, and how often each is taken."""
+        return WAYS
 
     def begin(self, image: Tensor) -> list[Tensor]:
         y = self.norm(self.embed(image))
@@ -41,7 +48,8 @@ class RandomGraph(nn.Module):
         other = draw.randrange(len(tensors))
         if not tensors[of].dim():
             return
-        (make,) = draw.choices(list(WAYS), list(WAYS.values()))
+        ways = self.ways()
+        (make,) = draw.choices(list(ways), list(ways.values()))
         try:
             call = make(draw, tensors[of])
             made = call(tensors[of], tensors[other])
@@ -250,7 +258,7 @@ def _at(dim: int, index: object) -> tuple[object, ...]:
     return (*[slice(None)] * dim, index)
 
 
-WAYS: dict[Callable[[random.Random, Tensor], Call], int] = {  # how often
+WAYS: dict[Callable[[random.Random, Tensor], Call], int] = {
     of_elements: 7, of_dims: 4, of_shape: 9, of_products: 3, of_images: 5, of_writes: 4, of_indices: 3,
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from models import make_layout
 from operators import Steps
 from random_graphs import RandomGraph, random_graph
+from random_mixtures import random_mixture
 from random_networks import Call, random_network
 from random_sequences import random_sequence
 from random_videos import attention_over_places, random_video
@@ -102,7 +103,7 @@ def assert_alike(make, axes, seeds, timeout, penalized=False):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
-@pytest.mark.parametrize("make", [random_network, random_graph])
+@pytest.mark.parametrize("make", [random_network, random_graph, random_mixture])
 def test_random_networks(make, axes):
     assert_alike(make, axes, range(60), 120)
 
@@ -136,7 +137,7 @@ def test_strides_of_attention_where_a_rank_holds_no_channels():
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
 @pytest.mark.parametrize("axes", [*MESHES, {"h": 2, "w": 4}], ids=str)
-@pytest.mark.parametrize("make", [random_network, random_graph])
+@pytest.mark.parametrize("make", [random_network, random_graph, random_mixture])
 def test_more_random_networks(make, axes, part):
     assert_alike(make, axes, range(60 + part * 100, 160 + part * 100), 600)
 

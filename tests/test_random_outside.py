@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import make_layout
 from random_graphs import RandomGraph, random_graph
+from random_mixtures import random_mixture
 from ranks_device import moved
 from rules import assert_same
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Inside(nn.Module):
     def __init__(self, graph: RandomGraph, draw: random.Random):
         super().__init__()
         self.graph, self.number = graph, draw.randint(0, len(graph.steps))
-        self.way, self.noticed = draw.choice(WAYS), [draw.random() < 0.3 for _ in range(2 + len(graph.steps))]
+        self.way, self.noticed = draw.choice(WAYS), [draw.random() < 0.3 for _ in range(graph.num_tensors)]
 
     def forward(self, image: Tensor) -> list[Tensor]:
         tensors = self.graph.begin(image)
@@ -68,13 +69,13 @@ class Inside(nn.Module):
         return [loss.detach(), image.grad, *trained, *(seen[n] for n in sorted(seen))]
 
 
-def run_graphs(axes, seeds):
+def run_graphs(make, axes, seeds):
     """How many are compared."""
     warnings.simplefilter("ignore")
     layout = make_layout(axes)
     compared = 0
     for seed in seeds:
-        graph, image = map(moved, random_graph(seed))
+        graph, image = map(moved, make(seed))
         inside = Inside(graph, random.Random(seed))
         target = torch.rand(graph.embed(image).shape, dtype=image.dtype)
         plain = copy.deepcopy(inside)
@@ -93,18 +94,20 @@ def run_graphs(axes, seeds):
     return compared
 
 
-def assert_alike(axes, seeds, timeout):
-    compared = run_ranks(run_graphs, math.prod(axes.values()), axes, seeds, backend="torchtp", timeout=timeout)
+def assert_alike(make, axes, seeds, timeout):
+    compared = run_ranks(run_graphs, math.prod(axes.values()), make, axes, seeds, backend="torchtp", timeout=timeout)
     assert min(compared) > 0.7 * len(seeds), "most graphs are compared"
 
 
 @pytest.mark.parametrize("axes", [{"h": 3}, {"h": 2, "w": 2}], ids=str)
-def test_random_graphs_outside(axes):
-    assert_alike(axes, range(40), 120)
+@pytest.mark.parametrize("make", [random_graph, random_mixture])
+def test_random_graphs_outside(make, axes):
+    assert_alike(make, axes, range(40), 120)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(10))
 @pytest.mark.parametrize("axes", [{"w": 3}, {"h": 4}, {"h": 2, "w": 3}], ids=str)
-def test_more_random_graphs_outside(axes, part):
-    assert_alike(axes, range(40 + part * 100, 140 + part * 100), 600)
+@pytest.mark.parametrize("make", [random_graph, random_mixture])
+def test_more_random_graphs_outside(make, axes, part):
+    assert_alike(make, axes, range(40 + part * 100, 140 + part * 100), 600)
