@@ -38,17 +38,13 @@ class _Plan:
 
     op: Op
     mesh: DeviceMesh
+    batch: int  # the dim of the sequences that is their number
     sequences: Placements
     states: Placements
     num_states: int
     is_lstm: bool  # whose states are a list
     options: tuple[Any, ...]
     as_called: Callable[[], AbstractContextManager[Any]]  # under the caller's autocast: backward runs the op again
-
-    @property
-    def batch(self) -> int:
-        """The dim of the sequences that is their number."""
-        return 0 if self.options[-1] else 1
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Those of the op, of a sequence, its states and parameters in a row."""
@@ -172,7 +168,7 @@ def _recurrent(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sequences = _of_batch(op, input, batch)
     of_states = tuple(Shard(1) if plain_shard(place) else place for place in sequences)
     as_called = _autocast(input.device.type)
-    plan = _Plan(op, input.device_mesh, sequences, of_states, len(states), is_lstm, tuple(options), as_called)
+    plan = _Plan(op, input.device_mesh, batch, sequences, of_states, len(states), is_lstm, tuple(options), as_called)
     return Recurrent.apply(plan, Recut.apply(input, sequences), *states, *parameters)
 
 
